@@ -1,0 +1,29 @@
+"""Feature maps, the random projections they draw, and the kernels they stand for."""
+
+from .kernels import KERNELS, kernel_matrix
+from .maps import (
+    ConstantFeatures,
+    EluFeatures,
+    FeatureMap,
+    FourierFeatures,
+    HedgehogFeatures,
+    PositiveFeatures,
+    ReluFeatures,
+    TanhFeatures,
+)
+from .projections import draw_projection, hadamard_rotation
+
+__all__ = [
+    "KERNELS",
+    "ConstantFeatures",
+    "EluFeatures",
+    "FeatureMap",
+    "FourierFeatures",
+    "HedgehogFeatures",
+    "PositiveFeatures",
+    "ReluFeatures",
+    "TanhFeatures",
+    "draw_projection",
+    "hadamard_rotation",
+    "kernel_matrix",
+]

@@ -1,0 +1,101 @@
+"""The attention function registered with transformers: q, k, v in, the layer's mechanism (or softmax) applied, output out."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .masks import Pattern, dense_mask, is_compact, read_pattern, rf_mask
+
+NAME = "hf_rfattn"
+SPEC = "rfattn"  # the config attribute that says what was patched
+
+# Arguments by which some models change their scores in ways φ(x)ᵀφ(y) cannot express.
+_INEXPRESSIBLE = {
+    "position_bias": "adds a position bias to its scores",
+    "s_aux": "has attention sinks",
+    "softcap": "caps its scores",
+    "sliding_window": "sees a sliding window only",
+    "indices": "selects keys",
+    "block_indices": "selects keys",
+}
+
+
+def rf_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: `[B, H, L, D]` in, `[B, L, H, D]` out.
+
+    Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in linear attention
+    and is applied only there.
+    """
+    mechanism = getattr(module, "rf", None)
+    if mechanism is None:
+        _check_patched(module)
+        return _softmax(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    for name, reason in _INEXPRESSIBLE.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot express. "
+                "Leave this layer out: patch_model(model, ..., layers=...)."
+            )
+    pattern = _pattern(module, query, key, attention_mask, kwargs)
+    out = mechanism(
+        query,
+        key,
+        value,
+        key_mask=pattern.key_mask,
+        causal=pattern.causal,
+        segments=pattern.segments,
+        scale=scaling,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _pattern(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Pattern:
+    batch, _, k_length, _ = key.shape
+    if is_compact(mask):
+        return read_pattern(mask, batch, k_length)  # type: ignore[arg-type]
+    if mask is None:  # the same rule as transformers' sdpa function
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return Pattern(None, None, bool(causal) and query.shape[2] > 1)
+    if mask.dtype.is_floating_point or mask.ndim != 4 or mask.shape[2] != 1:
+        raise NotImplementedError(
+            f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}. Linear attention can hide keys "
+            "(a 2D padding mask), keep causality and keep packed sequences apart (position_ids that restart), but not an arbitrary mask "
+            "of pairs. Pass a 2D attention_mask, or leave this layer softmax: patch_model(model, ..., layers=...)."
+        )
+    return Pattern(mask[:, 0, 0, :k_length].expand(batch, -1), None, False)
+
+
+def _softmax(module, query, key, value, mask, dropout, scaling, kwargs) -> tuple[Tensor, None]:
+    if is_compact(mask):
+        pattern = read_pattern(mask, query.shape[0], key.shape[2])
+        mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device)
+        kwargs = {**kwargs, "is_causal": pattern.causal}
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+
+
+def _check_patched(module: nn.Module) -> None:
+    if getattr(getattr(module, "config", None), SPEC, None) is None:
+        raise ValueError(
+            f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has no mechanism. "
+            "Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
+        )
+
+
+def register() -> None:
+    """Tell transformers of both functions."""
+    AttentionInterface.register(NAME, rf_attention_forward)
+    AttentionMaskInterface.register(NAME, rf_mask)

@@ -1,0 +1,153 @@
+"""Finding a model's attention modules, and why some of them cannot be expressed by feature maps."""
+
+import functools
+import inspect
+import re
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+_CROSS = re.compile(r"cross|encoder_attn|encoder_decoder|x_attn")
+
+# What the source of an attention class tells: these change the scores in ways that φ(x)ᵀφ(y) cannot express.
+_SOURCE_REFUSALS = (
+    (re.compile(r"relative|rel_pos|position_bias"), "it adds a relative position bias to its scores"),
+    (re.compile(r"\bs_aux\b|\bsinks\b"), "it has attention sinks, a score that belongs to no key"),
+    (re.compile(r"index_mask|dynamic_mask|build_block_mask|topk|selected_token"), "it selects the keys that each query sees"),
+)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention module of a model."""
+
+    name: str  # path in the model
+    module: nn.Module
+    owner: PreTrainedModel  # the innermost model it belongs to
+    index: int  # number of its layer, counted within its stack
+    ordinal: int  # number among all attention modules of the model
+    cross: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    refusal: str | None  # why it cannot be patched
+
+
+def find_attention(model: nn.Module) -> list[AttentionSite]:
+    """All modules of `model` that go through transformers' attention interface, in order.
+
+    Raises ValueError for a model that has none.
+    """
+    owners = {name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    if not owners:
+        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    found = [(n, m) for n, m in model.named_modules() if uses_interface(type(m)) and hasattr(m, "config")]
+    if not found:
+        name = type(next(iter(owners.values()))).__name__
+        raise ValueError(
+            f"{name} cannot be patched: its attention does not go through transformers' attention interface "
+            "(deberta, bloom, gptj, falcon and some others compute it by themselves)."
+        )
+    return [_site(name, module, _owner(name, owners), ordinal) for ordinal, (name, module) in enumerate(found)]
+
+
+def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
+    while name and name not in owners:
+        name = name.rpartition(".")[0]
+    return owners[name] if name in owners else next(iter(owners.values()))
+
+
+def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int) -> AttentionSite:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    heads, kv_heads, head_dim = _shape(module)
+    refusal = _refusal(module)
+    if refusal is None and not (heads and kv_heads and head_dim):
+        refusal = "its numbers of heads and head size could not be found"
+    return AttentionSite(
+        name=name,
+        module=module,
+        owner=owner,
+        index=numbers[-1] if numbers else 0,
+        ordinal=ordinal,
+        cross=bool(_CROSS.search(name.rpartition(".")[2]) or _CROSS.search(name.split(".")[-2] if "." in name else "")),
+        num_heads=heads or 0,
+        num_kv_heads=kv_heads or 0,
+        head_dim=head_dim or 0,
+        refusal=refusal,
+    )
+
+
+@functools.cache
+def uses_interface(cls: type) -> bool:
+    """Whether a module class computes attention through `ALL_ATTENTION_FUNCTIONS`."""
+    return "ALL_ATTENTION_FUNCTIONS" in _source(cls)
+
+
+@functools.cache
+def _source(cls: type) -> str:
+    """Source of the class that defines the forward of `cls`, if it is a transformers module."""
+    for base in cls.__mro__:
+        if "forward" in vars(base):
+            if base.__module__.startswith("torch."):
+                return ""
+            try:
+                return inspect.getsource(base)
+            except (OSError, TypeError):
+                return ""
+    return ""
+
+
+def _first(module: nn.Module, *names: str) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _shape(module: nn.Module) -> tuple[int | None, int | None, int | None]:
+    """(query heads, key heads, head size), from the attributes models give their attention modules."""
+    heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
+    head_dim = _first(module, "head_dim", "attention_head_size", "head_size", "qk_head_dim", "key_value_proj_dim")
+    if head_dim is None and heads:
+        width = _first(module, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
+        head_dim = width // heads if width else None
+    groups = getattr(module, "num_key_value_groups", None)
+    if isinstance(groups, int) and groups > 0 and heads:
+        return heads, heads // groups, head_dim
+    own = getattr(module, "num_key_value_heads", None)
+    return heads, own if isinstance(own, int) and own > 0 else heads, head_dim
+
+
+def _refusal(module: nn.Module) -> str | None:
+    source = _source(type(module))
+    for pattern, reason in _SOURCE_REFUSALS:
+        if pattern.search(source):
+            return reason
+    if any("softcap" in name and value is not None for name, value in vars(module).items()):
+        return "it caps its scores (softcap)"
+    window = _window(module, source)
+    if window is not None:
+        return f"it sees a window of {window} tokens only, which is linear already"
+    return None
+
+
+def _window(module: nn.Module, source: str) -> int | str | None:
+    """The sliding window of a layer, None if it sees everything."""
+    config = module.config
+    layer_types = getattr(config, "layer_types", None)
+    layer_idx = getattr(module, "layer_idx", None)
+    if isinstance(layer_types, (list, tuple)) and isinstance(layer_idx, int) and layer_idx < len(layer_types):
+        if layer_types[layer_idx] == "full_attention":
+            return None
+        if "sliding" in layer_types[layer_idx] or "chunked" in layer_types[layer_idx]:
+            return getattr(config, "sliding_window", None) or "some"
+    if "sliding_window" not in source:
+        return None
+    if "sliding_window" in vars(module):
+        return module.sliding_window  # type: ignore[return-value]
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    return getattr(config, "sliding_window", None)

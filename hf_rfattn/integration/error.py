@@ -1,0 +1,179 @@
+"""How far a patched attention is from the softmax it replaces, measured on the user's own batch; and calibration on it.
+
+Both let the batch through the model with softmax outputs put in place of the mechanism's, so that every layer is judged on the q, k, v of the
+original model and not on the errors of the layers below.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..features import PositiveFeatures
+from ..mechanisms import Mechanism, build_mechanism
+from ..ops import softmax_attention
+from .discovery import find_attention
+
+
+@dataclass(frozen=True)
+class AttentionError:
+    """Relative errors ‖ô - o‖ / ‖o‖ of attention outputs over valid positions, by layer and head.
+
+    Prints as a table, plots with `plot()`, and becomes a dict with `to_dict()`.
+    """
+
+    layers: list[str]  # module names
+    mechanisms: list[str]
+    heads: list[list[float]]  # one error a head
+    overall: list[float]  # all heads of a layer together
+    average: list[float]  # the same for plain averaging of the values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and strings."""
+        return {
+            "layers": self.layers,
+            "mechanisms": self.mechanisms,
+            "heads": self.heads,
+            "overall": self.overall,
+            "average": self.average,
+        }
+
+    def __str__(self) -> str:
+        width = max(len("layer"), *map(len, self.layers))
+        kind = max(len("attention"), *map(len, self.mechanisms))
+        lines = [f"{'layer':<{width}}  {'attention':<{kind}}  {'error':>6}  {'heads: best':>11}  {'worst':>6}  {'average':>7}"]
+        for i, layer in enumerate(self.layers):
+            heads = self.heads[i]
+            lines.append(
+                f"{layer:<{width}}  {self.mechanisms[i]:<{kind}}  {self.overall[i]:>6.3f}  {min(heads):>11.3f}  "
+                f"{max(heads):>6.3f}  {self.average[i]:>7.3f}"
+            )
+        lines.append("error: relative to softmax, on its own q, k, v; average: what no attention at all would give.")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path | None = None):
+        """Errors by layer beside "average"; saved to `path` if given. Returns the matplotlib figure."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for i, heads in enumerate(self.heads):
+            axes.scatter([i] * len(heads), heads, s=14, color="tab:blue", alpha=0.4, label="each head" if i == 0 else None)
+        axes.plot(self.overall, marker="o", color="tab:blue", label="layer")
+        axes.plot(self.average, marker="x", linestyle="--", color="tab:gray", label="average (no attention)")
+        axes.set(xlabel="layer", ylabel="relative error of the attention output", ylim=(0, None))
+        axes.set_xticks(range(len(self.layers)))
+        axes.legend()
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any], Tensor], None]
+
+
+@contextmanager
+def softmax_in_place(model: nn.Module, observe: Callable[..., None]):
+    """While open, every patched layer gives softmax outputs, and `observe(mechanism, qkv, masks, softmax, output)` sees both."""
+
+    def hook(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        exact = softmax_attention(*args, **kwargs)
+        observe(mechanism, args, kwargs, exact, output)
+        return exact
+
+    handles = [m.register_forward_hook(hook, with_kwargs=True) for m in model.modules() if isinstance(m, Mechanism)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None]) -> None:
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch must be the model's keyword arguments, as a tokenizer returns them, not {type(batch).__name__}.")
+    training = model.training
+    device = next(model.parameters()).device
+    inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    model.eval()
+    try:
+        with torch.no_grad(), softmax_in_place(model, observe):
+            model(**inputs)
+    finally:
+        model.train(training)
+
+
+def attention_error(model: nn.Module, batch: Mapping[str, Any]) -> AttentionError:
+    """Error of each patched layer and head against the softmax it replaces, on one batch (what a tokenizer returns).
+
+    Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does worse than no attention.
+    """
+    names = {id(m): s.name for s in find_attention(model) for m in s.module.modules() if isinstance(m, Mechanism)}
+    if not names:
+        raise ValueError("This model is not patched; call patch_model(model, ...) first.")
+    sums: dict[str, list[Tensor]] = {}
+    kinds: dict[str, str] = {}
+
+    def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
+        query = args[0]
+        average = build_mechanism(
+            "average",
+            num_heads=mechanism.num_heads,
+            num_kv_heads=mechanism.num_kv_heads,
+            head_dim=mechanism.head_dim,
+        )(*args, **kwargs)
+        valid = torch.ones(exact.shape[0], exact.shape[2], dtype=torch.bool, device=query.device)
+        mask = kwargs.get("key_mask")
+        if mask is not None and mask.shape[1] == exact.shape[2]:
+            valid = mask.bool()
+        weight = valid[:, None, :, None].double()
+
+        def energy(x: Tensor) -> Tensor:
+            return (x.double().square() * weight).sum(dim=(0, 2, 3))  # [H]
+
+        name = names[id(mechanism)]
+        kinds[name] = mechanism.config.name
+        parts = torch.stack([energy(output - exact), energy(average - exact), energy(exact)])
+        sums[name] = [*sums.get(name, []), parts]
+
+    _run(model, batch, observe)
+    if not sums:
+        raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")
+    layers = list(sums)
+    totals = [torch.stack(sums[name]).sum(0) for name in layers]
+
+    def ratio(a: Tensor, b: Tensor) -> Tensor:
+        return (a / b.clamp(min=torch.finfo(b.dtype).tiny)).sqrt()
+
+    return AttentionError(
+        layers=layers,
+        mechanisms=[kinds[name] for name in layers],
+        heads=[ratio(t[0], t[2]).tolist() for t in totals],
+        overall=[float(ratio(t[0].sum(), t[2].sum())) for t in totals],
+        average=[float(ratio(t[1].sum(), t[2].sum())) for t in totals],
+    )
+
+
+def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
+    """Measure, on one batch, the statistic of queries and keys that `variance="optimal"` needs; returns the model.
+
+    It is stored with the weights, so a calibrated model stays calibrated when saved. Features are unbiased before and after.
+    """
+    maps = [m for m in model.modules() if isinstance(m, PositiveFeatures) and m.optimal]
+    if not maps:
+        raise ValueError("Nothing to calibrate: no layer was patched with variance='optimal'.")
+
+    def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
+        query, key, _ = args
+        scale = kwargs.get("scale")
+        for feature_map in mechanism.modules():
+            if isinstance(feature_map, PositiveFeatures) and feature_map.optimal:
+                root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+                feature_map.calibrate(query.float() * root, key.float() * root, kwargs.get("key_mask"))
+
+    _run(model, batch, observe)
+    return model

@@ -1,0 +1,94 @@
+"""How padding, packing and causality travel from the model to the attention function: in one small integer tensor.
+
+transformers builds its masks once a forward pass and hands the result to every layer. The mask function registered here never builds
+an L × L matrix. It answers with a tensor `[B or 1, 1, R, Lk or 1]`: uint8 for padding (1 = the key exists) or int32 for packing
+(number of the key's sequence); R = 1 for bidirectional and R = 2 for causal attention. Models only hand it on or cut its last dimension. Patterns that
+features cannot express (sliding windows, overlays) become ordinary boolean masks, for the layers that stay softmax; a patched layer refuses them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from ..ops import allowed_pairs
+
+
+class Pattern(NamedTuple):
+    """Which keys a query may see."""
+
+    key_mask: Tensor | None  # [B, Lk] bool
+    segments: Tensor | None  # [B, Lk]
+    causal: bool
+
+
+def rf_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """The mask function registered under "hf_rfattn"."""
+    causal, segments = _read_mask_function(mask_function)
+    if causal is None or kwargs.get("local_size") is not None:
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return masking_utils.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
+        )
+    if segments is not None:
+        row = segments[:, None, None, :].to(torch.int32)
+    elif attention_mask is not None:
+        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        row = padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
+    else:
+        row = torch.ones(1, 1, 1, 1, dtype=torch.uint8, device=device)
+    return row.expand(-1, -1, 2 if causal else 1, -1)
+
+
+def _read_mask_function(function: Any) -> tuple[bool | None, Tensor | None]:
+    """(causal, segments) of the patterns that can be expressed; (None, None) for any other."""
+    if function is masking_utils.causal_mask_function:
+        return True, None
+    if function is masking_utils.bidirectional_mask_function:
+        return False, None
+    # Packed rows: and_masks(causal_mask_function, packed_sequence_mask_function(numbers)).
+    parts = _closure(function).get("mask_functions", ())
+    if len(parts) == 2 and parts[0] is masking_utils.causal_mask_function:
+        segments = _closure(parts[1]).get("packed_sequence_mask")
+        if segments is not None:
+            return True, segments
+    return None, None
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def is_compact(mask: Tensor | None) -> bool:
+    """Whether a mask is one of ours (softmax masks are boolean or floating)."""
+    return mask is not None and mask.dtype in (torch.uint8, torch.int32) and mask.ndim == 4 and mask.shape[2] in (1, 2)
+
+
+def read_pattern(mask: Tensor, batch: int, k_length: int) -> Pattern:
+    """What a compact mask says of `k_length` keys."""
+    causal = mask.shape[2] == 2
+    row = mask[:, 0, 0]
+    if mask.dtype == torch.int32:
+        return Pattern(None, row[:, :k_length].expand(batch, -1), causal)
+    if row.shape[1] == 1:
+        return Pattern(None, None, causal)
+    return Pattern(row[:, :k_length].expand(batch, -1) != 0, None, causal)
+
+
+def dense_mask(pattern: Pattern, q_length: int, k_length: int, device: torch.device) -> Tensor | None:
+    """The same as a boolean mask for sdpa; None where `is_causal` alone says it."""
+    if pattern.key_mask is None and pattern.segments is None and (not pattern.causal or q_length == k_length):
+        return None
+    return allowed_pairs(q_length, k_length, pattern.key_mask, pattern.causal, pattern.segments, device=device)

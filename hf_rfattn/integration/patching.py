@@ -1,0 +1,241 @@
+"""`patch_model` and `unpatch_model`: put mechanisms beside a model's attention weights, and take them away again."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
+from ..mechanisms.base import mechanism_class, random_maps
+from .attention import NAME, SPEC
+from .discovery import AttentionSite, find_attention
+from .redraw import redraw_on_schedule
+
+FORMAT = 1
+SOFTMAX = "softmax"  # in a mapping: leave these layers as they are
+
+M = TypeVar("M", bound=nn.Module)
+Attention = str | MechanismConfig | Mapping[int | str | range, "str | MechanismConfig | Mapping[str, Any]"]
+
+
+def patch_model(
+    model: M,
+    attention: Attention,
+    *,
+    layers: Iterable[int] | str | None = None,
+    cross_attention: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> M:
+    """Replace the softmax attention of a pretrained model, in place, and return the model.
+
+    `attention`: a name ("favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"), a config such as `FmmConfig(bandwidth=64)`, or a mapping from
+    layers (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax" leaves a layer alone. `layers`: which layers to patch (all by default);
+    the others keep exact softmax. `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws. Further keywords are options of
+    the mechanism. Patching again replaces what was there. Any error leaves the model as it was.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    >>> model = patch_model(BertModel(tiny), "favor+", num_features=16)
+    >>> model.encoder.layer[0].attention.self.rf.config.num_features
+    16
+    """
+    sites = find_attention(model)
+    _check_ready(model, sites)
+    by_layer = _by_layer(sites, attention, layers, options)
+    plan = _plan(sites, by_layer, explicit=layers is not None or isinstance(attention, Mapping), cross=cross_attention)
+    # Everything that can fail is behind us or in this line; the model is changed only below it.
+    mechanisms = [_build(site, config, seed) for site, config in plan]
+    softmax = {id(c): _softmax_name(c) for c in _configs([site for site, _ in plan])}
+
+    unpatch_model(model)
+    for (site, _), mechanism in zip(plan, mechanisms, strict=True):
+        site.module.rf = mechanism
+    document = _document(by_layer, cross_attention, seed)
+    for config in _configs([site for site, _ in plan]):
+        setattr(config, SPEC, {**document, "softmax": softmax[id(config)]})
+        config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
+        config.attn_implementation = NAME
+    for owner in _owners(model, plan):
+        owner.register_forward_pre_hook(refuse_attention_outputs, with_kwargs=True)
+    for owner in {id(site.owner): site.owner for site, _ in plan}.values():
+        if any(m.redraw_interval is not None for m in random_maps(owner)):
+            owner.register_forward_pre_hook(redraw_on_schedule)
+    return model
+
+
+def unpatch_model(model: M) -> M:
+    """Softmax again, outputs and `state_dict` bit for bit what they were; does nothing to a model that is not patched."""
+    for module in model.modules():
+        if isinstance(getattr(module, "rf", None), nn.Module):
+            del module.rf
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook in (refuse_attention_outputs, redraw_on_schedule):
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        config = getattr(module, "config", None)
+        spec = getattr(config, SPEC, None)
+        if config is not None and spec is not None:
+            if config._attn_implementation == NAME:
+                config._attn_implementation = {"": spec["softmax"]}
+            delattr(config, SPEC)
+            del config.attn_implementation
+    return model
+
+
+def refuse_attention_outputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a patched model: what cannot be given is refused, not silently left out."""
+    if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+        return
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: linear attention has no L × L matrix of weights to return. Use model.set_attn_implementation('eager') for "
+            "softmax weights, or mechanism.attention_weights(q, k) on one layer."
+        )
+    if kwargs.get("head_mask") is not None:
+        raise ValueError("head_mask is not supported by patched models (transformers 5 itself ignores it).")
+
+
+def _check_ready(model: nn.Module, sites: list[AttentionSite]) -> None:
+    for site in sites:
+        if getattr(site.module.config, "output_attentions", False):
+            raise ValueError(
+                "config.output_attentions is True, but linear attention has no matrix of weights to return; set it to False first."
+            )
+        existing = getattr(site.module, "rf", None)
+        if existing is not None and getattr(site.module.config, SPEC, None) is None:
+            raise ValueError(f"{site.name} has an attribute 'rf' that hf_rfattn did not put there.")
+
+
+def _parse_layers(key: Any) -> list[int]:
+    """`3`, "3", "0-5", `range(6, 12)` or several numbers → layer numbers."""
+    if isinstance(key, bool):
+        raise ValueError(f"{key!r} is not a layer.")
+    if isinstance(key, int):
+        return [key]
+    if isinstance(key, str):
+        numbers: list[int] = []
+        for part in key.split(","):
+            first, dash, last = part.strip().partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()):
+                raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or '0-2,7'.")
+            numbers.extend(range(int(first), int(last or first) + 1))
+        return numbers
+    if isinstance(key, Iterable):
+        return [number for item in key for number in _parse_layers(item)]
+    raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or range(0, 6).")
+
+
+def _by_layer(
+    sites: list[AttentionSite], attention: Attention, layers: Any, options: dict[str, Any]
+) -> dict[int, MechanismConfig]:
+    """Which mechanism each layer number gets; layers that are left out stay softmax."""
+    present = sorted({site.index for site in sites if not site.cross} or {site.index for site in sites})
+    if isinstance(attention, Mapping):
+        if layers is not None or options:
+            raise ValueError("A mapping already says which layers get what; give layers and options inside it.")
+        chosen: dict[int, Any] = {}
+        for key, value in attention.items():
+            config = None if value == SOFTMAX else resolve_config(value)
+            for number in _parse_layers(key):
+                if number in chosen:
+                    raise ValueError(f"Layer {number} is named twice in the mapping.")
+                chosen[number] = config
+    else:
+        config = resolve_config(attention, **options)
+        chosen = dict.fromkeys(present if layers is None else _parse_layers(layers), config)
+    missing = sorted(set(chosen) - set(present))
+    if missing:
+        raise ValueError(f"There is no layer {missing[0]}; this model has layers {_ranges(present)}.")
+    chosen = {number: config for number, config in sorted(chosen.items()) if config is not None}
+    if not chosen:
+        raise ValueError("No layer was chosen; to restore softmax use unpatch_model(model).")
+    return chosen
+
+
+def _plan(
+    sites: list[AttentionSite], by_layer: dict[int, MechanismConfig], explicit: bool, cross: bool
+) -> list[tuple[AttentionSite, MechanismConfig]]:
+    """The modules to patch. Those that cannot be expressed are refused, or left softmax when they were not asked for by number."""
+    wanted = [s for s in sites if s.index in by_layer and (cross or not s.cross)]
+    refused = [s for s in wanted if s.refusal]
+    plan = [(s, by_layer[s.index]) for s in wanted if not s.refusal]
+    if not plan or (refused and explicit):
+        if not refused:
+            raise ValueError("The chosen layers have only cross-attention; pass cross_attention=True to patch it.")
+        site = refused[0]
+        raise ValueError(
+            f"{site.name} ({type(site.module).__name__}) cannot be patched: {site.refusal}. Nothing was changed."
+        )
+    for site, config in plan:
+        if site.cross and not mechanism_class(config).handles_cross_attention:
+            raise ValueError(
+                f"{config.name!r} has a band around the diagonal, which means nothing in cross-attention ({site.name}); "
+                "leave cross_attention=False or choose a mechanism without a band."
+            )
+    if refused:
+        warnings.warn(
+            f"{len(refused)} of {len(wanted)} attention modules stay softmax, because {refused[0].refusal} "
+            f"({', '.join(s.name for s in refused[:3])}{', …' if len(refused) > 3 else ''}).",
+            stacklevel=3,
+        )
+    return plan
+
+
+def _build(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism:
+    mechanism = build_mechanism(
+        config,
+        num_heads=site.num_heads,
+        num_kv_heads=site.num_kv_heads,
+        head_dim=site.head_dim,
+        layer_idx=site.ordinal,
+        seed=seed,
+    )
+    weight = next(p for p in site.module.parameters() if p.is_floating_point())
+    dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.get_default_dtype()  # not that of quantised weights
+    return mechanism.to(device=weight.device, dtype=dtype).train(site.module.training)
+
+
+def _configs(sites: Iterable[AttentionSite]) -> list[Any]:
+    """The distinct config objects of some modules and of the models they belong to."""
+    configs = [c for site in sites for c in (site.module.config, site.owner.config)]
+    return list({id(c): c for c in configs}.values())
+
+
+def _owners(model: nn.Module, plan: list[tuple[AttentionSite, MechanismConfig]]) -> list[PreTrainedModel]:
+    """Every transformers model, nested or not, that holds a patched module."""
+    patched = {id(site.module) for site, _ in plan}
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, PreTrainedModel) and any(id(child) in patched for child in m.modules())
+    ]
+
+
+def _softmax_name(config: Any) -> str:
+    """The implementation that `unpatch_model` restores."""
+    spec = getattr(config, SPEC, None)
+    return spec["softmax"] if spec is not None else config._attn_implementation
+
+
+def _document(by_layer: dict[int, MechanismConfig], cross: bool, seed: int) -> dict[str, Any]:
+    """What was patched, as JSON for the model's config."""
+    groups: dict[str, tuple[MechanismConfig, list[int]]] = {}
+    for number, config in by_layer.items():
+        groups.setdefault(repr(config), (config, []))[1].append(number)
+    layers = {_ranges(numbers): config.to_dict() for config, numbers in groups.values()}
+    return {"format": FORMAT, "seed": seed, "cross_attention": cross, "layers": layers}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] → "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

@@ -1,0 +1,27 @@
+"""Attention mechanisms, one file each. Importing this package registers those that ship with it."""
+
+import importlib
+import pkgutil
+
+from .base import (
+    LinearMechanism,
+    Mechanism,
+    MechanismConfig,
+    build_mechanism,
+    mechanism_names,
+    register_mechanism,
+    resolve_config,
+)
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "LinearMechanism",
+    "Mechanism",
+    "MechanismConfig",
+    "build_mechanism",
+    "mechanism_names",
+    "register_mechanism",
+    "resolve_config",
+]

@@ -1,0 +1,382 @@
+"""What every mechanism is: a frozen config, an `nn.Module` called on q, k, v, and one line that registers both."""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Union
+
+import torch
+from torch import Tensor, nn
+
+from ..features import FeatureMap
+from ..features.maps import RandomFeatures
+from ..ops import Features, allowed_pairs, linear_attention, normalise, normalised_weights
+from ..ops.naive import repeat_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class MechanismConfig:
+    """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check_value(field.name, getattr(self, field.name), hints[field.name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON document that `resolve_config` turns back into this config."""
+        document: dict[str, Any] = {"mechanism": self.name}
+        for field in dataclasses.fields(self):
+            document[field.name] = _plain(getattr(self, field.name))
+        return document
+
+    def replace(self, **options: Any) -> "MechanismConfig":
+        """A copy with some options changed; unknown ones raise."""
+        _check_options(self.name, type(self), options)
+        return dataclasses.replace(self, **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, MechanismConfig):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _check_value(name: str, value: Any, hint: Any) -> None:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (int, float):
+        accepted = (int,) if hint is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise ValueError(f"{name} must be {'a whole' if hint is int else 'a'} number, not {value!r}.")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, not {value!r}.")
+    elif origin is Literal:
+        if value not in args or type(value) not in {type(a) for a in args}:
+            raise ValueError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, args))}.")
+    elif origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return
+        problems = []
+        for option in args:
+            if option is type(None):
+                continue
+            try:
+                return _check_value(name, value, option)
+            except ValueError as error:
+                problems.append(str(error))
+        raise ValueError(problems[0])
+    elif origin is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} must be a tuple, not {value!r}.")
+        for item in value:
+            _check_value(f"each of {name}", item, args[0])
+    elif isinstance(hint, type) and not isinstance(value, hint):
+        raise ValueError(f"{name} must be {hint.__name__}, not {value!r}.")
+
+
+def check_at_least(config: MechanismConfig, least: int, *names: str) -> None:
+    """Raise unless each named field is None or at least `least`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value!r}.")
+
+
+class Mechanism(nn.Module):
+    """Base of all mechanisms: checks and scales its inputs, computes in float32 (or more), and casts back.
+
+    Subclasses define `attend` (fast) and `dense_weights` (its naive definition).
+    """
+
+    handles_cross_attention: ClassVar[bool] = True
+
+    def __init__(
+        self, config: MechanismConfig, *, num_heads: int, num_kv_heads: int, head_dim: int, seed: tuple[int, ...]
+    ):
+        super().__init__()
+        self.config = config
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.seed = seed
+
+    def attend(
+        self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None
+    ) -> Tensor:
+        """Attention output `[B, H, L, D]` for scaled queries x and keys y of one length when causal."""
+        raise NotImplementedError
+
+    def dense_weights(
+        self, x: Tensor, y: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None
+    ) -> Tensor:
+        """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`."""
+        raise NotImplementedError
+
+    def multiply_adds(self, length: int, causal: bool) -> int:
+        """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim)."""
+        raise NotImplementedError
+
+    @property
+    def num_features(self) -> int:
+        """Length of φ, all far-field maps together; 0 for a mechanism without one."""
+        return sum(m.num_features for m in self.modules() if isinstance(m, FeatureMap))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of queries `[B, H, Lq, D]` over keys and values `[B, Hkv, Lk, D]` → `[B, H, Lq, Dv]`.
+
+        `key_mask` `[B, Lk]`: True for keys that exist. `causal`: the last query stands at the last key. `scale`: of the scores,
+        1/sqrt(D) by default. `segments` `[B, L]`: numbers of packed sequences, each contiguous, that must not see each other.
+        """
+        x, y, v, key_mask, segments = self._prepare(q, k, v, key_mask, causal, scale, segments)
+        ahead = y.shape[2] - x.shape[2]
+        with torch.autocast(q.device.type, enabled=False):
+            if causal and ahead:  # queries of the past were answered before: stand-ins keep positions aligned
+                x = torch.cat([x.new_zeros(*x.shape[:2], ahead, x.shape[3]), x], dim=2)
+            out = self.attend(x, y, v, key_mask, causal, segments)
+            if causal and ahead:
+                out = out[:, :, ahead:]
+        return out.to(q.dtype)
+
+    def attention_weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """The same attention as a dense matrix `[B, H, Lq, Lk]`, quadratic: to look at, to test against."""
+        x, y, _, key_mask, segments = self._prepare(q, k, k, key_mask, causal, scale, segments)
+        with torch.autocast(q.device.type, enabled=False):
+            return self.dense_weights(x, y, key_mask, causal, segments).to(q.dtype)
+
+    def _prepare(self, q, k, v, key_mask, causal, scale, segments):
+        _check_inputs(self, q, k, v, key_mask, causal, segments)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if not scale > 0:
+            raise ValueError(f"scale must be positive, not {scale!r}: features are of sqrt(scale) q and sqrt(scale) k.")
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        root = math.sqrt(scale)
+        key_mask = None if key_mask is None else key_mask.to(torch.bool)
+        return q.to(dtype) * root, k.to(dtype) * root, v.to(dtype), key_mask, segments
+
+
+def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, segments) -> None:
+    expected = (mechanism.num_heads, mechanism.num_kv_heads, mechanism.num_kv_heads)
+    for name, x, heads in zip("qkv", (q, k, v), expected, strict=True):
+        if x.ndim != 4 or x.shape[1] != heads or (name != "v" and x.shape[3] != mechanism.head_dim):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; this {mechanism.config.name!r} mechanism was built for "
+                f"[B, {heads}, L, {mechanism.head_dim}] (num_heads={mechanism.num_heads}, "
+                f"num_kv_heads={mechanism.num_kv_heads}, head_dim={mechanism.head_dim})."
+            )
+    q_length, k_length = q.shape[2], k.shape[2]
+    if v.shape[2] != k_length:
+        raise ValueError(f"There are {k_length} keys but {v.shape[2]} values.")
+    if key_mask is not None and tuple(key_mask.shape) != (q.shape[0], k_length):
+        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}; it must be [B, Lk] = [{q.shape[0]}, {k_length}].")
+    if segments is not None and (q_length != k_length or tuple(segments.shape) != (q.shape[0], k_length)):
+        raise ValueError(f"segments {tuple(segments.shape)} need as many queries as keys, shape [B, L].")
+    if causal and q_length > k_length:
+        raise ValueError(f"Causal attention of {q_length} queries needs at least as many keys, not {k_length}.")
+    if not causal and q_length != k_length and not mechanism.handles_cross_attention:
+        raise ValueError(
+            f"{mechanism.config.name!r} has a band around the diagonal, which means nothing between {q_length} queries and {k_length} keys."
+        )
+
+
+class LinearMechanism(Mechanism):
+    """Linear attention with a feature map; subclasses only build the map."""
+
+    def __init__(self, config: MechanismConfig, feature_map: FeatureMap, **shape: Any):
+        super().__init__(config, **shape)
+        self.feature_map = feature_map
+
+    def features(self, x: Tensor, y: Tensor) -> tuple[Features, Features]:
+        return self.feature_map(x, "query"), self.feature_map(y, "key")
+
+    def attend(self, x, y, v, key_mask, causal, segments):
+        q, k = self.features(x, y)
+        masks: dict[str, Any] = {"key_mask": key_mask, "causal": causal, "segments": segments}
+        floor = self.floor(x)
+        if floor is not None:  # times the number of visible keys
+            ones = Features(torch.zeros_like(y[..., :1]))
+            ones_q = Features(torch.zeros_like(x[..., :1]))
+            floor = floor * linear_attention(ones_q, ones, v[..., :1], **masks).denominator
+        return normalise(linear_attention(q, k, v, **masks), floor)
+
+    def dense_weights(self, x, y, key_mask, causal, segments):
+        q, k = self.features(x, y)
+        scores = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
+        allowed = allowed_pairs(x.shape[2], y.shape[2], key_mask, causal, segments, device=x.device)
+        return normalised_weights(scores, allowed, self.floor(x))
+
+    def floor(self, x: Tensor) -> Tensor | None:
+        """The feature map's floor of the denominator for each query head, `[H, 1, 1]`, like x in dtype and device."""
+        floor = self.feature_map.floor()
+        if floor is None:
+            return None
+        per_head = torch.as_tensor(floor, dtype=x.dtype, device=x.device).reshape(-1)
+        return per_head.repeat_interleave(self.num_heads // len(per_head))[:, None, None]
+
+    def multiply_adds(self, length, causal):
+        features = self.feature_map.num_features
+        return 2 * length * (self.feature_map.multiply_adds() + features * (self.head_dim + 1))
+
+
+class _Entry(typing.NamedTuple):
+    config: type[MechanismConfig]
+    module: type[Mechanism]
+
+
+_REGISTRY: dict[str, _Entry] = {}
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
+def register_mechanism(
+    name: str,
+    config: type[MechanismConfig],
+    module: type[Mechanism],
+    aliases: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Make a mechanism known under `name`; `aliases` maps other names to options preset for them.
+
+    A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite then know it.
+    """
+    names = [name, *(aliases or {})]
+    for other in names:
+        known = _REGISTRY.get(other)
+        if (known and known.module.__qualname__ != module.__qualname__) or (
+            other in _ALIASES and _ALIASES[other][0] != name
+        ):
+            raise ValueError(f"A mechanism named {other!r} is registered already; choose another name.")
+    if not (dataclasses.is_dataclass(config) and issubclass(config, MechanismConfig)):
+        raise ValueError(f"The config of {name!r} must be a frozen dataclass derived from MechanismConfig.")
+    config.name = name
+    _REGISTRY[name] = _Entry(config, module)
+    _ALIASES.update({alias: (name, dict(options)) for alias, options in (aliases or {}).items()})
+
+
+def mechanism_names() -> list[str]:
+    """Names of all registered mechanisms, without aliases."""
+    return sorted(_REGISTRY)
+
+
+def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
+    """The module class registered for a config."""
+    entry = _REGISTRY.get(getattr(config, "name", ""))
+    if entry is None or entry.config is not type(config):
+        raise ValueError(f"{type(config).__name__} is not registered; call register_mechanism first.")
+    return entry.module
+
+
+def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **options: Any) -> MechanismConfig:
+    """The config meant by a name, a config, or a document from `MechanismConfig.to_dict`, with options on top.
+
+    >>> resolve_config("performer", num_features=32).num_features
+    32
+    """
+    if isinstance(attention, MechanismConfig):
+        mechanism_class(attention)
+        return attention.replace(**options)
+    if isinstance(attention, Mapping):
+        document = dict(attention)
+        name = document.pop("mechanism", None)
+        if not isinstance(name, str):
+            raise ValueError(f"A mechanism's document needs its name under 'mechanism'; this one has {sorted(attention)}.")
+        return resolve_config(name, **{k: _restored(v) for k, v in document.items()}, **options)
+    if not isinstance(attention, str):
+        raise ValueError(f"attention must be a name or a config, not {attention!r}.")
+    key = attention.lower()
+    name, preset = _ALIASES.get(key, (key, {}))
+    if name not in _REGISTRY:
+        known = sorted(_REGISTRY) + sorted(_ALIASES)
+        raise ValueError(f"Unknown attention {attention!r}{_did_you_mean(key, known)}; known: {', '.join(known)}.")
+    config = _REGISTRY[name].config
+    options = {**preset, **options}
+    _check_options(name, config, options)
+    return config(**options)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_restored(v) for v in value)
+    return resolve_config(value) if isinstance(value, Mapping) else value
+
+
+def _check_options(name: str, config: type[MechanismConfig], options: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(config)]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{name!r} has no option {option!r}{_did_you_mean(option, known)}; it has {', '.join(known) or 'none'}."
+            )
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def build_mechanism(
+    attention: "str | MechanismConfig | Mapping[str, Any]",
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    layer_idx: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> Mechanism:
+    """Build one mechanism, usable without transformers.
+
+    >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
+    >>> q = k = v = torch.randn(1, 2, 5, 8)
+    >>> mechanism(q, k, v, causal=True).shape
+    torch.Size([1, 2, 5, 8])
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}.")
+    config = resolve_config(attention, **options)
+    module = mechanism_class(config)
+    return module(
+        config, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=(seed, layer_idx)
+    )
+
+
+def default_features(num_features: int | None, head_dim: int, even: bool, why: str = "") -> int:
+    """The number of features asked for, or as many as a head has dimensions; `even` where they come in pairs."""
+    count = head_dim if num_features is None else num_features
+    if even and count % 2:
+        given = f"num_features={count}" + (" (the head size)" if num_features is None else "")
+        raise ValueError(f"{given} is odd, but {why}; choose an even num_features.")
+    return count
+
+
+def random_maps(module: nn.Module) -> list[RandomFeatures]:
+    """All feature maps with a random draw inside a module."""
+    return [m for m in module.modules() if isinstance(m, RandomFeatures)]

@@ -1,0 +1,58 @@
+"""Performer attention: positive random features whose products average to the softmax kernel.
+
+φ(x)_r = M^(-1/2) exp(ω_rᵀx - |x|²/2), ω_r standard normal, so that E φ(x)ᵀφ(y) = exp(xᵀy).
+
+Choromanski et al., "Rethinking Attention with Performers", ICLR 2021 (FAVOR+); Likhosherstov et al., "Chefs' Random Tables:
+Non-Trigonometric Random Features", NeurIPS 2022 (the variance-optimal map, FAVOR++).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..features import PositiveFeatures, ReluFeatures
+from ..features.projections import Projection
+from .base import LinearMechanism, MechanismConfig, check_at_least, default_features, register_mechanism
+
+
+@dataclass(frozen=True)
+class FavorConfig(MechanismConfig):
+    """Options of "favor+".
+
+    `num_features`: length of φ, by default the head size. `projection`: how the rows of ω repel each other. `kernel`: "softmax", or "relu" for the
+    generalised attention of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
+    `hf_rfattn.calibrate` measures. `redraw_interval`: training steps between new draws; None keeps the first.
+    """
+
+    num_features: int | None = None
+    projection: Projection = "orthogonal"
+    hadamard_blocks: int = 3
+    kernel: Literal["softmax", "relu"] = "softmax"
+    antithetic: bool = False
+    variance: Literal["standard", "optimal"] = "standard"
+    redraw_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "num_features", "hadamard_blocks", "redraw_interval")
+        if self.kernel == "relu" and self.variance == "optimal":
+            raise ValueError("variance='optimal' belongs to kernel='softmax'; leave it 'standard' with kernel='relu'.")
+
+
+class FavorAttention(LinearMechanism):
+    def __init__(self, config: FavorConfig, *, num_kv_heads: int, head_dim: int, seed: tuple[int, ...], **shape: Any):
+        count = default_features(config.num_features, head_dim, config.antithetic, "antithetic features come in pairs")
+        feature_map = (ReluFeatures if config.kernel == "relu" else PositiveFeatures)(
+            num_kv_heads,
+            count,
+            head_dim,
+            seed,
+            projection=config.projection,
+            hadamard_blocks=config.hadamard_blocks,
+            antithetic=config.antithetic,
+            optimal=config.variance == "optimal",
+            redraw_interval=config.redraw_interval,
+        )
+        super().__init__(config, feature_map, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=seed, **shape)
+
+
+register_mechanism("favor+", FavorConfig, FavorAttention, aliases={"performer": {}, "favor": {}})

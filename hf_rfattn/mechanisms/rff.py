@@ -1,0 +1,62 @@
+"""Random Fourier feature attention: a shift-invariant kernel of queries and keys by Bochner's theorem.
+
+φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx], so that E φ(x)ᵀφ(y) = K(x - y); for the Gaussian, exp(xᵀy) = exp(|x|²/2) exp(|y|²/2) K(x - y).
+
+Rahimi and Recht, "Random Features for Large-Scale Kernel Machines", NeurIPS 2007; Peng et al., "Random Feature Attention", ICLR 2021.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..features import FourierFeatures
+from ..features.projections import Projection
+from .base import LinearMechanism, MechanismConfig, check_at_least, default_features, register_mechanism
+
+
+@dataclass(frozen=True)
+class RffConfig(MechanismConfig):
+    """Options of "rff".
+
+    `num_features`: length of φ, by default the head size. `kernel`: of unit queries and keys. `projection`: None means orthogonal for the Gaussian and iid
+    for the others, whose frequencies are independent by coordinate. `form`: pairs of sine and cosine, or cosines with a random phase.
+    `normalize_qk`: unit queries and keys with a learned temperature; without it features are signed *and* unbounded, and the error is large.
+    """
+
+    num_features: int | None = None
+    kernel: Literal["gaussian", "laplace", "cauchy"] = "gaussian"
+    projection: Projection | None = None
+    hadamard_blocks: int = 3
+    form: Literal["sincos", "cos"] = "sincos"
+    normalize_qk: bool = True
+    redraw_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "num_features", "hadamard_blocks", "redraw_interval")
+        if self.kernel != "gaussian" and self.projection not in (None, "iid"):
+            raise ValueError(
+                f"The frequencies of the {self.kernel} kernel are independent by coordinate: projection must be 'iid', not {self.projection!r}."
+            )
+
+
+class RffAttention(LinearMechanism):
+    def __init__(self, config: RffConfig, *, num_kv_heads: int, head_dim: int, seed: tuple[int, ...], **shape: Any):
+        count = default_features(
+            config.num_features, head_dim, config.form == "sincos", "sines and cosines come in pairs"
+        )
+        feature_map = FourierFeatures(
+            num_kv_heads,
+            count,
+            head_dim,
+            seed,
+            kernel=config.kernel,
+            projection=config.projection or ("orthogonal" if config.kernel == "gaussian" else "iid"),
+            hadamard_blocks=config.hadamard_blocks,
+            form=config.form,
+            normalize_qk=config.normalize_qk,
+            redraw_interval=config.redraw_interval,
+        )
+        super().__init__(config, feature_map, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=seed, **shape)
+
+
+register_mechanism("rff", RffConfig, RffAttention)

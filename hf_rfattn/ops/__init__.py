@@ -1,0 +1,23 @@
+"""Pure functions on `[B, H, L, D]` tensors; beside each fast one stands its naive definition (`ops.naive`)."""
+
+from .banded_attention import banded_attention, global_attention
+from .hadamard import hadamard_matrix, walsh_hadamard_transform
+from .linear_attention import Features, linear_attention
+from .naive import allowed_pairs, normalised_weights
+from .partial import Partial, merge, normalise
+from .softmax_attention import softmax_attention
+
+__all__ = [
+    "Features",
+    "Partial",
+    "allowed_pairs",
+    "banded_attention",
+    "global_attention",
+    "hadamard_matrix",
+    "linear_attention",
+    "merge",
+    "normalise",
+    "normalised_weights",
+    "softmax_attention",
+    "walsh_hadamard_transform",
+]

@@ -1,0 +1,177 @@
+"""Linear attention, out_i = φ(x_i)ᵀ Σ_j φ(y_j) v_jᵀ / φ(x_i)ᵀ Σ_j φ(y_j), bidirectional or causal, in linear time.
+
+Features come as logarithms, so that nothing overflows. Three offsets keep every sum near one (DESIGN: "numbers that
+stay true"): each key tile and the running state hold, *for each feature*, the largest log-feature they have seen, so that
+the feature that matters most to a query is never lost; inside a tile each key is scaled by its own largest log-feature
+and the pair (i, j) weighs exp(c_j - m_i) with m_i the largest c_j visible to i. Neither padding nor the future enters any of
+them. No epsilon anywhere.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .partial import Partial, finite, merge
+from .tiles import into_tiles, neighbourhood, pairs, queries_from_tiles, queries_into_tiles, visible_tiles
+
+TILE = 64
+
+
+class Features(NamedTuple):
+    """φ = factor · exp(log). Positive maps give `log` alone; signed ones a bounded `factor` and one `log` a token."""
+
+    log: Tensor  # [B, H, L, M] or [B, H, L, 1]
+    factor: Tensor | None = None  # [B, H, L, M]
+
+    def dense(self) -> Tensor:
+        """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
+        return _scaled(self, torch.zeros_like(self.log))
+
+
+class _State(NamedTuple):
+    """Sums over keys on a scale of their own for each feature: exp(log_scale) · (S, z)."""
+
+    log_scale: Tensor  # [..., 1, M] or [..., 1, 1]
+    outer: Tensor  # [..., M, D]
+    total: Tensor  # [..., M, 1]
+
+
+def linear_attention(
+    q: Features,
+    k: Features,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
+    segments: Tensor | None = None,
+    outside: int | None = None,
+) -> Partial:
+    """Attention with weights φ(q_i)ᵀφ(k_j) over the visible keys, not yet normalised.
+
+    `key_mask` `[B, L]` is True for keys that exist; `segments` `[B, L]` numbers packed sequences, which must be
+    contiguous; `outside=W` leaves out the keys at distance W or less (a near field computes those exactly).
+
+    >>> ones = Features(torch.zeros(1, 1, 4, 1))
+    >>> v = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 1, 4, 1)
+    >>> partial = linear_attention(ones, ones, v, causal=True)
+    >>> (partial.numerator / partial.denominator).flatten()
+    tensor([1.0000, 1.5000, 2.0000, 3.0000])
+    """
+    if causal or segments is not None or outside is not None:
+        return _tiled(q, k, v, key_mask, causal, segments, outside)
+    log = k.log if key_mask is None else k.log.masked_fill(~key_mask[:, None, :, None], -torch.inf)
+    state = _summarise(Features(log, k.factor), v)
+    B, H, L = q.log.shape[:3]
+    grouped = _map(q, lambda x: x.reshape(B, v.shape[1], -1, x.shape[-1]))
+    return Partial(*(x.reshape(B, H, L, -1) for x in _read(grouped, state)))
+
+
+def _map(features: Features, function) -> Features:
+    return Features(function(features.log), None if features.factor is None else function(features.factor))
+
+
+def _scaled(features: Features, offset: Tensor) -> Tensor:
+    """φ / exp(offset); the offset is a constant to autograd, since it cancels wherever it is used."""
+    scaled = torch.exp(features.log - finite(offset))
+    return scaled if features.factor is None else features.factor * scaled
+
+
+def _largest(log: Tensor, dim: int) -> Tensor:
+    return log.detach().amax(dim=dim, keepdim=True)
+
+
+def _summarise(k: Features, v: Tensor) -> _State:
+    """Sum the keys of the last but one dimension. Hidden keys have log = -inf."""
+    scale = _largest(k.log, -2)
+    phi = _scaled(k, scale)
+    return _State(scale, phi.transpose(-1, -2) @ v, phi.sum(-2).unsqueeze(-1))
+
+
+def _read(q: Features, state: _State) -> Partial:
+    """What queries `[..., L, M]` see of a state: the largest term of each denominator is 1 for positive features."""
+    log = q.log + state.log_scale
+    scale = _largest(log, -1)
+    phi = _scaled(Features(log, q.factor), scale)
+    return Partial(phi @ state.outer, phi @ state.total, scale)
+
+
+def _tiled(
+    q: Features,
+    k: Features,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    segments: Tensor | None,
+    outside: int | None,
+) -> Partial:
+    """Pairs within a neighbourhood of tiles one by one; all that lies before (and after) it through its sums."""
+    B, K, L, _ = v.shape
+    H = q.log.shape[1]
+    visible = visible_tiles(key_mask, B, L, TILE, v.device)
+    k = _map(k, lambda x: into_tiles(x, TILE))
+    k = Features(k.log.masked_fill(~visible, -torch.inf), k.factor)
+    v = into_tiles(v, TILE)
+    q = _map(q, lambda x: queries_into_tiles(x, TILE, K))
+    tile_segments = None if segments is None else into_tiles(segments[:, None, :, None], TILE)
+
+    tiles = v.shape[2]
+    left = min(-(-(outside or 0) // TILE), tiles - 1)
+    right = 0 if causal else left
+    allowed = pairs(visible, tile_segments, left, right, causal, (None, outside))
+    parts = [_pairwise(q, k, v, allowed, left, right), _read_beyond(q, k, v, tile_segments, left, backward=False)]
+    if not causal:
+        parts.append(_read_beyond(q, k, v, tile_segments, right, backward=True))
+    return Partial(*(queries_from_tiles(x, H, L) for x in merge(*parts)))
+
+
+def _pairwise(q: Features, k: Features, v: Tensor, allowed: Tensor, left: int, right: int) -> Partial:
+    """φ(q_i)ᵀφ(k_j) pair by pair within the neighbourhood of each tile."""
+    q_scale, k_scale = _largest(q.log, -1), _largest(k.log, -1)
+    weights = _scaled(q, q_scale) @ neighbourhood(_scaled(k, k_scale), left, right).transpose(-1, -2)
+    scale = neighbourhood(k_scale, left, right, fill=-torch.inf).transpose(-1, -2).masked_fill(~allowed, -torch.inf)
+    m = _largest(scale, -1)
+    groups = weights.shape[3] // allowed.shape[3]
+    weights = weights.unflatten(3, (groups, -1)) * torch.exp(scale - finite(m)).unsqueeze(3)
+    weights = weights.flatten(3, 4)
+    log_scale = m.repeat(1, 1, 1, groups, 1) + q_scale
+    return Partial(weights @ neighbourhood(v, left, right), weights.sum(-1, keepdim=True), log_scale)
+
+
+def _read_beyond(q: Features, k: Features, v: Tensor, segments: Tensor | None, lag: int, backward: bool) -> Partial:
+    """What each tile sees of all tiles more than `lag` before it (after it, if `backward`)."""
+    edge = 0 if backward else -1
+    if segments is not None:  # beyond a tile reaches only the segment that its edge belongs to
+        outer = segments != segments[:, :, :, edge, None]
+        k = Features(k.log.masked_fill(outer, -torch.inf), k.factor)
+    sums = _summarise(k, v)
+    tiles = v.shape[2]
+    order = range(tiles - 1, -1, -1) if backward else range(tiles)
+    state = _State(*(torch.zeros_like(x[:, :, 0]) for x in sums))
+    state = state._replace(log_scale=torch.full_like(state.log_scale, -torch.inf))
+    current = None if segments is None else segments[:, :, order[0], edge, :, None]
+    states, owners = [], []
+    for t in order:
+        states.append(state)
+        old = state.log_scale
+        if segments is not None:
+            owners.append(current)
+            here = segments[:, :, t, edge, :, None]
+            old = old.masked_fill(current != here, -torch.inf)
+            current = here
+        scale = torch.maximum(old, sums.log_scale[:, :, t])
+        keep = torch.exp(old - finite(scale)).transpose(-1, -2)
+        add = torch.exp(sums.log_scale[:, :, t] - finite(scale)).transpose(-1, -2)
+        state = _State(
+            scale, keep * state.outer + add * sums.outer[:, :, t], keep * state.total + add * sums.total[:, :, t]
+        )
+    states = [states[0]] * lag + states[: tiles - lag]
+    stacked = _State(*(torch.stack(x[::-1] if backward else x, dim=2) for x in zip(*states, strict=True)))
+    part = _read(q, stacked)
+    if segments is not None:
+        owners = [owners[0]] * lag + owners[: tiles - lag]
+        owner = torch.stack(owners[::-1] if backward else owners, dim=2)
+        groups = part.log_scale.shape[3] // segments.shape[3]
+        foreign = (segments != owner).repeat(1, 1, 1, groups, 1)
+        part = part._replace(log_scale=part.log_scale.masked_fill(foreign, -torch.inf))
+    return part
