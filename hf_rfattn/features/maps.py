@@ -18,6 +18,7 @@ from .projections import Projection, draw_projection, seeded_generator
 Role = Literal["query", "key"]
 
 TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys starts
+SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordable number of signed features
 
 
 def per_head_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class TanhFeatures(FeatureMap):
         return Features(torch.zeros_like(x[..., :1]), torch.tanh(x))
 
     def floor(self) -> float:
-        return 1e-3
+        return SIGNED_FLOOR
 
 
 class HedgehogFeatures(FeatureMap):
@@ -282,8 +283,8 @@ class FourierFeatures(RandomFeatures):
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor | float:
-        """With unit queries and keys, the least the exact kernel can be: at distance 2 τ^(1/2)."""
+        """With unit queries and keys, the least the exact kernel can be (at distance 2 τ^(1/2)), or what noise cannot resolve."""
         if not self.normalize_qk:
-            return 1e-6
+            return SIGNED_FLOOR
         temperature = torch.exp(self.log_temperature.detach().to(torch.promote_types(self.log_temperature.dtype, torch.float32)))
-        return KERNELS[self.kernel].least(4 * temperature, self.projection.shape[-1])
+        return KERNELS[self.kernel].least(4 * temperature, self.projection.shape[-1]).clamp(min=SIGNED_FLOOR)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops import Partial, allowed_pairs, banded_attention, global_attention, merge, normalise
 from ..ops.banded_attention import global_keys
-from ..ops.naive import normalised_weights, repeat_heads
+from ..ops.naive import masked_softmax, repeat_heads
 from .base import Mechanism, MechanismConfig, check_at_least, register_mechanism
 
 
@@ -40,9 +40,7 @@ class BandAttention(Mechanism):
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
         near = near_pairs(x.shape[2], y.shape[2], config.bandwidth, config.global_tokens, key_mask, causal, segments, x.device)
-        scores = x @ repeat_heads(y, x.shape[1]).transpose(-1, -2)
-        scores = scores - scores.masked_fill(~near, -1e30).amax(-1, keepdim=True)
-        return normalised_weights(scores.exp(), near)
+        return masked_softmax(x @ repeat_heads(y, x.shape[1]).transpose(-1, -2), near)
 
     def multiply_adds(self, length, causal):
         return near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)

@@ -280,6 +280,15 @@ def mechanism_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every alias with the name it stands for and the options it sets.
+
+    >>> mechanism_aliases()["elu-"]
+    ('linear', {'feature_map': 'elu-'})
+    """
+    return {alias: (name, dict(options)) for alias, (name, options) in sorted(_ALIASES.items())}
+
+
 def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
     """The module class registered for a config."""
     entry = _REGISTRY.get(getattr(config, "name", ""))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ops import Partial, allowed_pairs, linear_attention, merge, normalise, normalised_weights
 from ..ops.banded_attention import global_keys
-from ..ops.naive import repeat_heads
+from ..ops.naive import masked_softmax, repeat_heads
 from .band import near_field, near_multiply_adds, near_pairs
 from .base import (
     LinearMechanism,
@@ -115,8 +115,7 @@ class FmmAttention(Mechanism):
         scores = x @ repeat_heads(y, x.shape[1]).transpose(-1, -2)
         weight = self.log_weights.to(x.dtype).exp()[:, :, None, None]  # [H, terms, 1, 1]
         if config.normalizer == "separate":
-            exact = (scores - scores.masked_fill(~near, -1e30).amax(-1, keepdim=True)).exp()
-            out = weight[:, 0] * normalised_weights(exact, near)
+            out = weight[:, 0] * masked_softmax(scores, near)
             for term, far in enumerate(self._far(), start=1):
                 out = out + weight[:, term] * far.dense_weights(x, y, key_mask, causal, segments)
             return out

@@ -46,6 +46,11 @@ def normalised_weights(scores: Tensor, allowed: Tensor, floor: Tensor | None = N
     return scores / total.masked_fill(total == 0, 1)
 
 
+def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the allowed keys; rows with nothing allowed are zero."""
+    return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~allowed, 0)
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Key heads repeated for the query heads that share them."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,0 +1,95 @@
+"""What attention modules cost by length, in multiply-adds and in bytes, beside the softmax they replace.
+
+These are counts, not measurements: they say from which length on a mechanism has less to do, not from which length it is faster.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..mechanisms import Mechanism
+from .discovery import AttentionSite
+
+_STATE_BYTES = 4  # features and their sums are float32 whatever the dtype of the model
+_LONGEST = 2**40
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Cost of one attention module on one sequence; memory in bytes.
+
+    Causal: what generation must keep after `length` tokens, against the key and value cache of softmax. Bidirectional: features (and scores
+    within the band) of all tokens, against the matrix of scores, which fused kernels compute in pieces and never store as a whole.
+    """
+
+    length: int
+    multiply_adds: int
+    softmax_multiply_adds: int
+    memory: int
+    softmax_memory: int
+
+
+def attention_cost(
+    mechanism: Mechanism, length: int, *, causal: bool, dtype: torch.dtype = torch.float32
+) -> AttentionCost:
+    """Cost of a mechanism, all its heads, on one sequence of a model in `dtype`.
+
+    >>> from hf_rfattn import build_mechanism
+    >>> llama_like = build_mechanism("favor+", num_heads=32, num_kv_heads=8, head_dim=128)
+    >>> cost = attention_cost(llama_like, 8192, causal=True, dtype=torch.bfloat16)
+    >>> cost.softmax_memory, cost.memory  # bytes a layer: keys and values of 8192 tokens, or one state
+    (33554432, 532480)
+    """
+    heads, kv_heads, head_dim = mechanism.num_heads, mechanism.num_kv_heads, mechanism.head_dim
+    features = mechanism.num_features
+    bandwidth = getattr(mechanism.config, "bandwidth", None)
+    global_tokens = getattr(mechanism.config, "global_tokens", 0)
+    key_and_value = 2 * head_dim * dtype.itemsize
+    if causal:
+        softmax_memory = kv_heads * length * key_and_value
+        state = features * (head_dim + 2) * _STATE_BYTES  # S, z and an offset a feature
+        window = 0 if bandwidth is None else min(length, bandwidth + global_tokens)
+        memory = kv_heads * (state + window * key_and_value)
+    else:
+        softmax_memory = heads * length * length * dtype.itemsize
+        near = 0 if bandwidth is None else min(length, 2 * (bandwidth + global_tokens) + 1)
+        memory = length * ((heads + kv_heads) * features + heads * near) * _STATE_BYTES
+    return AttentionCost(
+        length=length,
+        multiply_adds=heads * mechanism.multiply_adds(length, causal),
+        softmax_multiply_adds=heads * 2 * length * length * head_dim,
+        memory=memory,
+        softmax_memory=softmax_memory,
+    )
+
+
+def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:
+    """The length from which (mechanism, causal) modules together need fewer multiply-adds than softmax; None if never.
+
+    >>> from hf_rfattn import build_mechanism
+    >>> crossover_length([(build_mechanism("band", num_heads=2, head_dim=8, bandwidth=16), False)])
+    34
+    """
+    modules = list(modules)
+
+    def lower(length: int) -> bool:
+        costs = [attention_cost(mechanism, length, causal=causal) for mechanism, causal in modules]
+        return sum(c.multiply_adds for c in costs) < sum(c.softmax_multiply_adds for c in costs)
+
+    above = 1
+    while not lower(above):
+        above *= 2
+        if above > _LONGEST:
+            return None
+    below = above // 2  # not lower here, or 0
+    while above - below > 1:
+        middle = (above + below) // 2
+        above, below = (middle, below) if lower(middle) else (above, middle)
+    return above
+
+
+def is_causal(site: AttentionSite) -> bool:
+    """Whether a module sees the past alone, as far as its attributes tell; when a model runs, its masks decide."""
+    flags = (getattr(site.module, name, False) for name in ("is_causal", "is_decoder"))
+    return not site.cross and any(flag is True for flag in flags)

@@ -1,0 +1,193 @@
+"""The command line on tiny models in a folder: what it prints, where, and with which exit code."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from hf_rfattn import attention_error, mechanism_names, patch_model
+from hf_rfattn.cli import app
+from hf_rfattn.mechanisms.base import mechanism_aliases
+
+TEXT = "the cat sat on the mat and the dog sat on the cat"
+SIZE = dict(vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == code, result.output
+    return result.stderr if code else result.stdout
+
+
+def failure(*arguments):
+    """What went to stderr of a command that fails with code 2: one line."""
+    message = run(*arguments, code=2)
+    assert message.startswith("hf-rfattn: ") and message.count("\n") == 1, message
+    return message
+
+
+def save(model, folder):
+    words = ["[PAD]", "[UNK]", *sorted(set(TEXT.split()))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    fast.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZE, max_position_embeddings=64)
+    return save(transformers.BertForMaskedLM(config), tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZE, num_key_value_heads=2, dtype="bfloat16")
+    return save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def modernbert(tmp_path_factory):
+    """Two layers that see everything and two that see a window."""
+    config = transformers.ModernBertConfig(**SIZE | {"num_hidden_layers": 4}, pad_token_id=0)
+    folder = tmp_path_factory.mktemp("modernbert")
+    config.architectures = ["ModernBertModel"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_list_names_every_mechanism_alias_and_option():
+    out = run("list")
+    for name in mechanism_names():
+        assert f"\n{name}  " in f"\n{out}"
+    for alias in mechanism_aliases():
+        assert alias in out
+    assert "num_features     = null" in out and "length of φ, by default the head size" in out
+    assert "projection       = orthogonal  (iid | orthogonal | hadamard)" in out
+    assert 'far            = ["favor+"]' in out
+    assert "elu- (feature_map=elu-)" in out
+
+
+def test_inspect_an_encoder(bert):
+    out = run("inspect", bert, "--options", "num_features=16", "projection=hadamard", "--lengths", "64,4096")
+    assert "BertForMaskedLM, float32" in out
+    assert "num_features=16, projection=hadamard" in out
+    row = next(line for line in out.splitlines() if "attention.self" in line)
+    assert row.split() == ["bert.encoder.layer.*.attention.self", "0-2", "all", "4", "4", "8", "favor+", "16"]
+    assert "softmax: scores" in out and "favor+: features" in out and "KV cache" not in out
+    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("64 ", "4096 "))] == ["64", "4096"]
+    assert "Fewer multiply-adds than softmax from length 35 on." in out
+    assert "error" not in out.lower()
+
+
+def test_inspect_json_counts(bert):
+    report = json.loads(run("inspect", bert, "num_features=16", "--lengths", "100", "--json"))
+    assert report["model_type"] == "bert" and report["attention"]["num_features"] == 16
+    assert [m["name"] for m in report["modules"]] == [f"bert.encoder.layer.{i}.attention.self" for i in range(3)]
+    assert {m["kind"] for m in report["modules"]} == {"bidirectional"}
+    (cost,) = report["costs"]
+    layers, heads, features, size = 3, 4, 16, 8
+    assert cost["softmax_multiply_adds"] == layers * heads * 2 * 100 * 100 * size
+    assert cost["multiply_adds"] == layers * heads * 2 * 100 * (features * size + features * (size + 1))
+    assert cost["score_matrix_bytes"] == layers * heads * 100 * 100 * 4
+    assert cost["feature_bytes"] == layers * 2 * heads * 100 * features * 4
+    assert report["crossover_length"] == 35  # 2 · L · 272 against 2 · L² · 8
+    assert "error" not in report
+
+
+def test_inspect_a_decoder(llama):
+    arguments = ("inspect", llama, "--attention", "fmm", "--options", "bandwidth=16", 'far=["elu","elu-"]')
+    report = json.loads(run(*arguments, "--lengths", "128,512", "--json"))
+    assert report["attention"]["far"] == ["elu", "elu-"] and report["dtype"] == "bfloat16"
+    assert {(m["kind"], m["num_heads"], m["num_kv_heads"]) for m in report["modules"]} == {("causal", 4, 2)}
+    short, long = report["costs"]
+    assert long["kv_cache_bytes"] == 4 * short["kv_cache_bytes"] == 3 * 2 * 512 * 2 * 8 * 2
+    assert long["state_bytes"] == short["state_bytes"] == 3 * 2 * (16 * (8 + 2) * 4 + 16 * 2 * 8 * 2)
+    out = run(*arguments)
+    assert "softmax: KV cache" in out and "fmm: state" in out and "the past" in out
+
+
+def test_inspect_says_what_stays_softmax(modernbert):
+    out = run("inspect", modernbert)
+    assert "stays softmax: it sees a window of" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("layers.*.attn  ")]
+    assert rows == [
+        ["layers.*.attn", "0,", "3", "all", "4", "4", "8", "favor+", "8"],
+        ["layers.*.attn", "1-2", "all", "4", "4", "8", "softmax"],
+    ]
+
+
+@pytest.mark.parametrize("name", mechanism_names())
+def test_every_mechanism_can_be_inspected(bert, llama, name):
+    for folder in (bert, llama):
+        report = json.loads(run("inspect", folder, "--attention", name, "--json"))
+        assert {m["attention"] for m in report["modules"]} == {name}
+        assert report["crossover_length"] > 1
+
+
+def test_error_on_a_text_is_that_of_attention_error(bert, tmp_path):
+    model = transformers.BertForMaskedLM.from_pretrained(bert)
+    batch = transformers.AutoTokenizer.from_pretrained(bert)(TEXT, return_tensors="pt")
+    expected = attention_error(patch_model(model, "favor+"), batch)
+    report = json.loads(run("inspect", bert, "--text", TEXT, "--json"))
+    assert report["tokens"] == len(TEXT.split())
+    assert report["error"]["layers"] == expected.layers
+    assert report["error"]["overall"] == pytest.approx(expected.overall, rel=1e-4)
+    (tmp_path / "text.txt").write_text(TEXT)
+    out = run("inspect", bert, "--text-file", tmp_path / "text.txt")
+    assert str(expected) in out
+
+
+def test_a_long_text_is_cut_to_what_the_model_takes(bert):
+    report = json.loads(run("inspect", bert, "--text", "the cat " * 200, "--json"))
+    assert report["tokens"] == 64
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--attention", "favr"), "did you mean 'favor'"),
+        (("--options", "num_feature=3"), "'favor+' has no option 'num_feature' (did you mean 'num_features'?)"),
+        (("--options", "num_features=many"), "num_features must be a whole number, not 'many'."),
+        (("--options", "num_features=1.5"), "num_features must be a whole number, not 1.5."),
+        (("--options", "num_features"), "'num_features' is not an option; write NAME=VALUE"),
+        (("num_features=8", "--options", "num_features=16"), "'num_features' is given twice"),
+        (("antithetic=true", "num_features=7"), "num_features=7 is odd"),
+        (("--attention", "fmm", "far=band"), "far takes linear mechanisms"),
+        (("--lengths", "128,many"), "must be whole numbers"),
+        (("--lengths", "0"), "must be whole numbers"),
+        (("--text", "a", "--text-file", "b"), "not both"),
+        (("--text", " "), "The text is empty"),
+        (("--text-file", "there/is/none"), "there/is/none"),
+    ],
+)
+def test_mistakes(bert, arguments, message):
+    assert message in failure("inspect", bert, *arguments)
+
+
+def test_not_a_model(tmp_path):
+    assert "There is no folder" in failure("inspect", tmp_path / "nothing")
+    assert str(tmp_path) in failure("inspect", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert "model_type" in failure("inspect", tmp_path)
+
+
+def test_refused_models(tmp_path):
+    t5 = transformers.T5Config(vocab_size=20, d_model=32, d_kv=8, num_layers=1, num_heads=4, d_ff=32)
+    t5.save_pretrained(tmp_path / "t5")
+    assert "relative position bias" in failure("inspect", tmp_path / "t5")
+    transformers.DebertaConfig(**SIZE).save_pretrained(tmp_path / "deberta")
+    assert "does not go through transformers' attention interface" in failure("inspect", tmp_path / "deberta")
+
+
+def test_weights_are_needed_for_a_text_only(bert, tmp_path):
+    transformers.AutoConfig.from_pretrained(bert).save_pretrained(tmp_path)
+    run("inspect", tmp_path)
+    assert "model.safetensors" in failure("inspect", tmp_path, "--text", TEXT)

@@ -1,0 +1,81 @@
+"""Identities: where a mechanism must be softmax itself, and memory that grows with L·W."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import tiny_bert
+
+from hf_rfattn import build_mechanism, patch_model
+from hf_rfattn.ops import softmax_attention
+
+MASKS = {
+    "plain": {},
+    "padding": {"key_mask": torch.arange(100)[None] < torch.tensor([[100], [61]])},
+    "packing": {"segments": (torch.arange(100) // 33)[None].expand(2, -1)},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("band", {"bandwidth": 100}),
+        ("band", {"bandwidth": 5, "global_tokens": 100}),
+        ("fmm", {"bandwidth": 99, "normalizer": "joint"}),
+        ("fmm", {"bandwidth": 1000, "normalizer": "joint", "far": ("hedgehog", "elu")}),
+        ("fmm", {"bandwidth": 7, "normalizer": "joint", "global_tokens": 100}),
+    ],
+)
+def test_wide_near_field_is_softmax(name, options, causal, masks):
+    q, k, v = 3 * torch.randn(2, 4, 100, 8), 3 * torch.randn(2, 2, 100, 8), torch.randn(2, 2, 100, 8)
+    mechanism = build_mechanism(name, num_heads=4, num_kv_heads=2, head_dim=8, **options)
+    expected = softmax_attention(q, k, v, causal=causal, **MASKS[masks])
+    torch.testing.assert_close(mechanism(q, k, v, causal=causal, **MASKS[masks]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_average_is_the_mean_of_visible_values():
+    v = torch.randn(2, 4, 9, 8)
+    mechanism = build_mechanism("average", num_heads=4, head_dim=8)
+    torch.testing.assert_close(mechanism(v, v, v), v.mean(2, keepdim=True).expand_as(v))
+
+
+def test_many_features_approach_softmax():
+    """favor+ is unbiased, so with very many features the whole attention comes close."""
+    q, k, v = (0.5 * torch.randn(3, 1, 2, 50, 8)).unbind(0)
+    exact = softmax_attention(q, k, v)
+    errors = []
+    for count in (16, 16384):
+        mechanism = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=count)
+        errors.append(float((mechanism(q, k, v) - exact).norm() / exact.norm()))
+    assert errors[1] < 0.05 < errors[0]
+
+
+@pytest.mark.parametrize("name", ["band", "fmm"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_near_field_runs_32768_tokens_in_little_memory(name, causal):
+    """Measured in a process of its own: a dense score matrix of one head alone would be 4 GB."""
+    code = f"""
+import resource, torch, hf_rfattn
+torch.set_num_threads(1)
+mechanism = hf_rfattn.build_mechanism({name!r}, num_heads=2, head_dim=16, bandwidth=32)
+q = torch.randn(1, 2, 32768, 16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.no_grad():
+    out = mechanism(q, q, q, causal={causal})
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(bool(torch.isfinite(out).all()), (after - before) // 1024)
+"""
+    finite, megabytes = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert finite == "True"
+    # scores of neighbouring tiles: 32768 · 3·32 · 2 heads · 4 bytes = 25 MB, and a few copies of that and of L·D
+    assert int(megabytes) < 400
+
+
+def test_a_long_forward_through_a_model():
+    model = patch_model(tiny_bert(max_position_embeddings=32768, num_hidden_layers=1, num_attention_heads=2), "fmm")
+    with torch.no_grad():
+        out = model(torch.randint(50, (1, 32768))).last_hidden_state
+    assert out.shape == (1, 32768, 32) and torch.isfinite(out).all()
