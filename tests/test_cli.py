@@ -49,8 +49,9 @@ def bert(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZE, num_key_value_heads=2, dtype="bfloat16")
-    return save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+    config = transformers.LlamaConfig(**SIZE, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return save(model, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

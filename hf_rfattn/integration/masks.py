@@ -35,40 +35,38 @@ def rf_mask(
     **kwargs: Any,
 ) -> Tensor:
     """The mask function registered under "hf_rfattn"."""
-    causal, segments = _read_mask_function(mask_function)
-    if causal is None or kwargs.get("local_size") is not None:
+    custom = kwargs.get("use_vmap") or kwargs.get("local_size") is not None
+    if not custom and mask_function is masking_utils.causal_mask_function:
+        causal, row = True, _padding(attention_mask, kv_length, kv_offset, device)
+    elif not custom and mask_function is masking_utils.bidirectional_mask_function:
+        causal, row = False, _padding(attention_mask, kv_length, kv_offset, device)
+    elif not custom and attention_mask is None and mask_function.__name__ == "and_mask":
+        causal, row = True, _segments(mask_function, batch_size, kv_length, device)
+    else:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
         )
-    if segments is not None:
-        row = segments[:, None, None, :].to(torch.int32)
-    elif attention_mask is not None:
-        padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        row = padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
-    else:
-        row = torch.ones(1, 1, 1, 1, dtype=torch.uint8, device=device)
     return row.expand(-1, -1, 2 if causal else 1, -1)
 
 
-def _read_mask_function(function: Any) -> tuple[bool | None, Tensor | None]:
-    """(causal, segments) of the patterns that can be expressed; (None, None) for any other."""
-    if function is masking_utils.causal_mask_function:
-        return True, None
-    if function is masking_utils.bidirectional_mask_function:
-        return False, None
-    # Packed rows: and_masks(causal_mask_function, packed_sequence_mask_function(numbers)).
-    parts = _closure(function).get("mask_functions", ())
-    if len(parts) == 2 and parts[0] is masking_utils.causal_mask_function:
-        segments = _closure(parts[1]).get("packed_sequence_mask")
-        if segments is not None:
-            return True, segments
-    return None, None
+def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int, device: torch.device | str) -> Tensor:
+    if attention_mask is None:
+        return torch.ones(1, 1, 1, 1, dtype=torch.uint8, device=device)
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    return padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
 
 
-def _closure(function: Any) -> dict[str, Any]:
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+def _segments(mask_function: Any, batch_size: int, kv_length: int, device: torch.device | str) -> Tensor:
+    """Numbers of packed sequences, found by asking whether each position may see the one before it.
+
+    Without an overlay (`use_vmap`) or a window (`local_size`), transformers joins two masks by "and" only for packed rows: causality and
+    equality of sequence. Asking, unlike looking into the closure, also works while torch.compile traces.
+    """
+    batch = torch.arange(batch_size, device=device)[:, None]
+    position = torch.arange(kv_length, device=device)[None, :]
+    together = mask_function(batch, torch.zeros_like(batch), position, (position - 1).clamp(min=0))
+    return (~together).to(torch.int32).cumsum(1, dtype=torch.int32)[:, None, None, :]
 
 
 def is_compact(mask: Tensor | None) -> bool:

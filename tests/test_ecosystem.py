@@ -1,0 +1,390 @@
+"""Patched models in the hands of the ecosystem: checkpointing, compile, copies, dtypes, PEFT, Trainer, pipeline, accelerate."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from variants import every_mechanism
+
+from hf_rfattn import FavorConfig, attention_error, calibrate, patch_model, redraw, unpatch_model
+from hf_rfattn.features.maps import RandomFeatures
+
+every_model = pytest.mark.parametrize("family", MODELS)
+
+
+def ids(batch=2, length=70):
+    return torch.randint(1, 50, (batch, length))
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    out = hidden(model, **inputs)
+    out.square().mean().backward()
+    return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def classifier():
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, num_labels=2,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+@every_model
+@every_mechanism
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family, variant, reentrant):
+    model = patch_model(MODELS[family](), variant[0]).train()
+    tokens = ids()
+    out, expected = gradients(model, input_ids=tokens, use_cache=False)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    again, checkpointed = gradients(model, input_ids=tokens, use_cache=False)
+    torch.testing.assert_close(out, again)
+    assert expected.keys() == checkpointed.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(grad, checkpointed[name])
+
+
+@pytest.mark.slow
+@every_model
+@every_mechanism
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_compile_fullgraph_equals_eager(family, variant, training):
+    model = patch_model(MODELS[family](num_hidden_layers=1) if family != "gpt2" else tiny_gpt2(n_layer=1), variant[0])
+    model.train(training)
+    tokens, mask = ids(), torch.ones(2, 70, dtype=torch.long)
+    mask[1, :20] = 0
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for inputs in ({"input_ids": tokens, "attention_mask": mask}, {"input_ids": tokens}):
+        inputs["use_cache"] = False
+        if training:
+            out, expected = gradients(model, **inputs)
+            model.zero_grad()
+            result = hidden(compiled, **inputs)
+            result.square().mean().backward()
+            for name, p in model.named_parameters():
+                if name in expected:
+                    torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+        else:
+            with torch.no_grad():
+                out, result = hidden(model, **inputs), hidden(compiled, **inputs)
+        torch.testing.assert_close(result.detach(), out, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["favor+", "fmm"])
+def test_inductor_code_equals_eager(variant):
+    """The default backend generates code of its own: one causal model, train and eval, for the two largest mechanisms."""
+    model = patch_model(tiny_llama(num_hidden_layers=1), variant).train()
+    tokens = ids()
+    out, expected = gradients(model, input_ids=tokens, use_cache=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    model.zero_grad()
+    result = hidden(compiled, input_ids=tokens, use_cache=False)
+    result.square().mean().backward()
+    torch.testing.assert_close(result.detach(), out, rtol=1e-4, atol=1e-5)
+    for name, p in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@every_model
+@every_mechanism
+def test_deepcopy_and_pickle(family, variant):
+    model = patch_model(MODELS[family](), variant[0])
+    tokens = ids()
+    expected = hidden(model, input_ids=tokens)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(hidden(twin, input_ids=tokens), expected)
+        with pytest.raises(ValueError, match="output_attentions"):
+            twin(input_ids=tokens, output_attentions=True)
+        unpatch_model(twin)
+        assert not torch.allclose(hidden(twin, input_ids=tokens), expected)
+    assert torch.equal(hidden(model, input_ids=tokens), expected)
+
+
+@every_model
+@every_mechanism
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_models(family, variant, dtype):
+    model = patch_model(MODELS[family](), variant[0])
+    tokens, mask = ids(), torch.ones(2, 70, dtype=torch.long)
+    mask[1, 50:] = 0
+    expected = hidden(model, input_ids=tokens, attention_mask=mask)
+    model.half() if dtype == torch.float16 else model.to(dtype)
+    out = hidden(model, input_ids=tokens, attention_mask=mask)
+    assert out.dtype == dtype and torch.isfinite(out).all()
+    assert (out.float() - expected)[mask == 1].norm() / expected[mask == 1].norm() < 0.05
+    out.float().square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@every_mechanism
+def test_autocast_training(variant):
+    model = patch_model(tiny_gpt2(), variant[0]).train()
+    tokens = ids()
+    expected = hidden(model, input_ids=tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = hidden(model, input_ids=tokens)
+    out.float().square().mean().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert (out.float() - expected).norm() / expected.norm() < 0.05
+
+
+def test_lora_with_the_mechanisms_saved(tmp_path):
+    """`modules_to_save=["rf"]`: mechanisms are trained, stored in the adapter, and come back with it."""
+    base = tiny_gpt2()
+    state = {k: v.clone() for k, v in base.state_dict().items()}
+    adapter = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["rf"], fan_in_fan_out=True)
+    model = get_peft_model(patch_model(base, "hedgehog"), adapter)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert any("rf.modules_to_save" in n and "query_weight" in n for n in trainable)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    tokens = ids()
+    for _ in range(2):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    model.eval()
+    expected = hidden(model, input_ids=tokens)
+    model.save_pretrained(tmp_path)
+
+    from peft import PeftModel
+
+    fresh = tiny_gpt2()
+    fresh.load_state_dict(state)
+    again = PeftModel.from_pretrained(patch_model(fresh, "hedgehog"), tmp_path).eval()
+    torch.testing.assert_close(hidden(again, input_ids=tokens), expected)
+
+
+def test_trainer_trains_the_mechanisms(tmp_path):
+    model = patch_model(classifier(), "fmm", bandwidth=4, far=("hedgehog",))
+    data = [{"input_ids": ids(1, 20)[0], "labels": i % 2} for i in range(16)]
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=4, report_to=[], save_strategy="no", use_cpu=True,
+        learning_rate=1e-2, disable_tqdm=True,
+    )  # fmt: skip
+    result = Trainer(model, arguments, train_dataset=data).train()
+    assert torch.isfinite(torch.tensor(result.training_loss))
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert {n for n in before if ".rf." in n} <= changed
+
+
+def tiny_tokenizer():
+    words = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "good", "bad", "film", "the"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def test_pipeline():
+    model = patch_model(classifier(), "favor+").eval()
+    classify = pipeline("text-classification", model=model, tokenizer=tiny_tokenizer(), device="cpu")
+    texts = ["the good film", "bad", "the the the bad film film"]
+    batched = classify(texts, batch_size=3, padding=True)
+    for one, many in zip([classify(t)[0] for t in texts], batched, strict=True):
+        assert one["label"] == many["label"] and one["score"] == pytest.approx(many["score"], abs=1e-5)
+
+
+def test_accelerate_prepare():
+    accelerator = Accelerator(cpu=True)
+    model = patch_model(classifier(), "favor+")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader([{"input_ids": ids(1, 20)[0], "labels": i % 2} for i in range(8)], batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.isfinite(loss)
+    unwrapped = accelerator.unwrap_model(model)
+    assert torch.isfinite(hidden(unwrapped, input_ids=ids(1, 20))).all()
+
+
+def test_threads_share_one_model():
+    model = patch_model(tiny_llama(), "fmm", bandwidth=5)
+    batches = [(ids(2, 30 + 7 * n), torch.randint(0, 2, (2, 30 + 7 * n))) for n in range(4)]
+    with torch.no_grad():
+        expected = [hidden(model, input_ids=t, attention_mask=m) for t, m in batches]
+        results = [[] for _ in batches]
+
+        def work(n):
+            with torch.no_grad():
+                for _ in range(5):
+                    results[n].append(hidden(model, input_ids=batches[n][0], attention_mask=batches[n][1]))
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    for reference, outs in zip(expected, results, strict=True):
+        assert len(outs) == 5 and all(torch.equal(reference, out) for out in outs)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@every_model
+def test_output_attentions_and_head_mask_are_refused(family):
+    model = patch_model(MODELS[family](), "favor+")
+    with pytest.raises(ValueError, match="no L × L matrix"):
+        model(input_ids=ids(), output_attentions=True)
+    with pytest.raises(ValueError, match="head_mask"):
+        model(input_ids=ids(), head_mask=torch.ones(2, 4))
+    model.set_attn_implementation("eager")
+    assert len(model(input_ids=ids(), output_attentions=True).attentions) == 2
+    with pytest.raises(ValueError, match=r"config\.output_attentions"):
+        unpatch_model(model).config.output_attentions = True
+        patch_model(model, "favor+")
+
+
+@every_model
+def test_masks_of_pairs_are_refused(family):
+    model = patch_model(MODELS[family](), "favor+")
+    for mask in (torch.ones(2, 1, 70, 70, dtype=torch.bool), torch.zeros(2, 1, 70, 70)):
+        with pytest.raises(NotImplementedError, match="2D attention_mask"):
+            model(input_ids=ids(), attention_mask=mask)
+
+
+@every_model
+def test_an_unpatched_model_with_our_name_is_told_so(family):
+    model = MODELS[family]()
+    model.set_attn_implementation("hf_rfattn")
+    with pytest.raises(ValueError, match=r"was not patched.*patch_model"):
+        model(input_ids=ids())
+
+
+# --- redraws, errors, calibration ------------------------------------------------------------------------------------
+
+
+def projections(model):
+    return [m.projection.clone() for m in model.modules() if isinstance(m, RandomFeatures)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@every_model
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_redraw_schedule(family, checkpointing):
+    """Three training steps a draw, however often checkpointing runs a layer; eval never redraws."""
+    model = patch_model(MODELS[family](), "favor+", redraw_interval=3).train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    seen = []
+    for _ in range(8):
+        hidden(model, input_ids=ids(), use_cache=False).square().mean().backward()
+        seen.append(projections(model))
+    assert [same(a, b) for a, b in zip(seen, seen[1:], strict=False)] == [True, True, False, True, True, False, True]
+    assert all(int(m.draws) == 2 and int(m.steps) == 2 for m in model.modules() if isinstance(m, RandomFeatures))
+    twin = patch_model(MODELS[family](), "favor+", redraw_interval=3)
+    assert same(projections(redraw(redraw(twin))), seen[-1]), "the draw depends on seed, layer and number alone"
+    model.eval()
+    for _ in range(5):
+        hidden(model, input_ids=ids())
+    assert same(projections(model), seen[-1])
+
+
+def test_redraw_schedule_of_a_far_field():
+
+    model = patch_model(tiny_bert(), "fmm", far=(FavorConfig(redraw_interval=1),)).train()
+    before = projections(model)
+    hidden(model, input_ids=ids())
+    hidden(model, input_ids=ids())
+    assert not same(before, projections(model))
+
+
+def test_redraw_schedule_and_compile_do_not_mix_silently():
+    model = patch_model(tiny_bert(num_hidden_layers=1), "favor+", redraw_interval=3).train()
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="redraw schedule cannot run inside"):
+        torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids())
+
+
+@every_model
+def test_attention_error_is_measured_against_softmax(family):
+    model = MODELS[family]()
+    tokens, mask = ids(2, 70), torch.ones(2, 70, dtype=torch.long)
+    mask[1, 40:] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    with pytest.raises(ValueError, match="not patched"):
+        attention_error(model, batch)
+    perfect = attention_error(patch_model(model, "band", bandwidth=100), batch)
+    assert len(perfect.layers) == 2 and all(len(h) == 4 for h in perfect.heads)
+    assert max(perfect.overall) < 1e-5 < min(perfect.average)
+    nothing = attention_error(patch_model(model, "average"), batch)
+    assert nothing.overall == pytest.approx(nothing.average) and nothing.average == pytest.approx(perfect.average)
+    mixed = attention_error(patch_model(model, {0: "average", 1: "band"}), batch)
+    assert mixed.mechanisms == ["average", "band"]
+    # the layer above an approximate one is judged on the original model's q, k, v
+    assert mixed.average == pytest.approx(perfect.average, rel=1e-4)
+    assert "average" in str(mixed) and str(mixed).count("\n") == 3
+    assert mixed.to_dict()["overall"] == mixed.overall
+    with pytest.raises(ValueError, match="keyword arguments"):
+        attention_error(model, tokens)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="no patched layer"):
+        attention_error(model, batch)
+
+
+def test_attention_error_by_hand():
+    """One layer, one batch: the number is ‖ô - o‖ / ‖o‖ over valid positions of each head."""
+    model = tiny_bert(num_hidden_layers=1)
+    tokens, mask = ids(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[1, 10:] = 0
+    captured = {}
+
+    def grab(name):
+        return lambda module, args, kwargs, out: captured.__setitem__(name, out[0])
+
+    attention = model.encoder.layer[0].attention.self
+    handle = attention.register_forward_hook(grab("exact"), with_kwargs=True)
+    model(input_ids=tokens, attention_mask=mask)
+    handle.remove()
+    patch_model(model, "favor+")
+    handle = attention.register_forward_hook(grab("patched"), with_kwargs=True)
+    model(input_ids=tokens, attention_mask=mask)
+    handle.remove()
+    exact, patched = (captured[n].view(2, 30, 4, 8)[mask == 1] for n in ("exact", "patched"))
+    expected = ((patched - exact).square().sum((0, 2)) / exact.square().sum((0, 2))).sqrt()
+    error = attention_error(model, {"input_ids": tokens, "attention_mask": mask})
+    assert error.heads[0] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert not model.training
+
+
+def test_attention_error_plots(tmp_path):
+    error = attention_error(patch_model(tiny_bert(), "favor+"), {"input_ids": ids()})
+    error.plot(tmp_path / "error.png")
+    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_calibration():
+    model = patch_model(tiny_llama(), "favor+", variance="optimal")
+    batch = {"input_ids": ids()}
+    before = hidden(model, **batch)
+    maps = [m for m in model.modules() if isinstance(m, RandomFeatures)]
+    assert all((m.rho == 1).all() for m in maps)
+    assert calibrate(model, batch) is model
+    assert all((m.rho > 0).all() and not (m.rho == 1).any() for m in maps)
+    assert not torch.equal(before, hidden(model, **batch))
+    with pytest.raises(ValueError, match="variance='optimal'"):
+        calibrate(patch_model(model, "favor+"), batch)
