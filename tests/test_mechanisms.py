@@ -228,6 +228,48 @@ def test_queries_of_the_last_positions(variant):
     torch.testing.assert_close(mechanism(q[:, :, 70:], k, v, causal=True), whole[:, :, 70:])
 
 
+@every_variant
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("cuts", [[1] * 90, [90], [70] + [1] * 20, [3, 64, 1, 22], [1, 2, 87]], ids=["steps", "once", "prompt", "chunks", "late"])
+def test_extending_a_state_equals_one_call(variant, cuts, masked):
+    mechanism = build(variant, kv_heads=2)
+    q, k, v = draw_qkv(90, kv_heads=2)
+    key_mask = torch.rand(2, 90) > 0.3 if masked else None
+    whole = mechanism(q, k, v, key_mask=key_mask, causal=True)
+    state = mechanism.new_state(2, D, q.dtype, q.device)
+    addresses = {name: x.data_ptr() for name, x in state.items()}
+    size = sum(x.untyped_storage().nbytes() for x in state.values())
+    start, outs = 0, []
+    for length in cuts:
+        part = slice(start, start + length)
+        mask = None if key_mask is None else key_mask[:, part]
+        outs.append(mechanism.extend(*(x[:, :, part] for x in (q, k, v)), state, key_mask=mask, fresh=start == 0).detach())
+        start += length
+    torch.testing.assert_close(torch.cat(outs, dim=2), whole)
+    assert addresses == {name: x.data_ptr() for name, x in state.items()}
+    assert size == sum(x.untyped_storage().nbytes() for x in state.values())
+    assert not any(x.requires_grad for x in state.values())
+
+
+@every_variant
+def test_extending_gives_gradients_to_the_new_tokens(variant):
+    """From an empty state, one call in training equals plain causal attention, gradients too (GPT-2 caches in training)."""
+    mechanism = build(variant)
+    leaves = [x.requires_grad_() for x in draw_qkv(70)] + list(mechanism.parameters())
+    state = mechanism.new_state(2, D, torch.float64, "cpu")
+    cotangent = torch.randn(2, 4, 70, D, dtype=torch.float64)
+    for length, fresh in ((70, True), (1, False)):
+        new = [x[:, :, :length] for x in leaves[:3]]
+        if not fresh:
+            state = mechanism.new_state(2, D, torch.float64, "cpu")
+        outs = mechanism.extend(*new, state, fresh=fresh), mechanism(*new, causal=True)
+        torch.testing.assert_close(*outs)
+        for a, b in zip(
+            *(torch.autograd.grad(o, leaves, cotangent[:, :, :length], materialize_grads=True) for o in outs), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
 @every_mechanism
 def test_cross_attention(variant):
     mechanism = build(variant)

@@ -1,7 +1,7 @@
 """Tiny random models of every architecture that is tested, their inputs, and the README's table of them.
 
-`python tests/tiny_models.py` prints the table, `python tests/tiny_models.py --readme README.md` puts it between the markers there. Nothing in it is
-written by hand: each model is built, patched and run, and what its attention modules did is what the table says.
+`python tests/tiny_models.py` prints the table; `python tests/tiny_models.py --readme README.md` puts it between its markers there. None of it is
+written by hand: every model is built, patched and run, and the table says what its attention modules did.
 """
 
 import argparse
@@ -9,22 +9,21 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
 
 from hf_rfattn import patch_model
 from hf_rfattn.integration.discovery import find_attention
 from hf_rfattn.mechanisms import Mechanism
 
-logging.getLogger("transformers").setLevel(logging.ERROR)
-
-BATCH, LENGTH, SHORT, DECODED = 2, 12, 8, 7  # rows, tokens, tokens of the shorter row, tokens of a decoder
+BATCH, LENGTH, SHORT, DECODED = 2, 12, 8, 7  # rows, tokens, tokens of the padded row, tokens of a decoder
+SAMPLES, SHORT_SAMPLES = 67, 43  # of speech
 START, END = "<!-- reach:start -->", "<!-- reach:end -->"
 
 # One size under every name that configs give it; a config takes those that it knows.
@@ -35,12 +34,13 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("intermediate_size", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"), 48),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
-    **{"num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "vocab_size": 99, "projection_dim": 16},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
-    **{"image_size": 16, "patch_size": 8, "num_mel_bins": 8, "conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2)},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **{"num_key_value_heads": 2, "head_dim": 8, "d_kv": 8, "vocab_size": 99, "projection_dim": 16, "num_mel_bins": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "sliding_window": 4},
+    **{"image_size": 16, "patch_size": 8, "conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2)},
     **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"},
-    **{"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1},
-    **{"topk_group": 1, "shared_expert_intermediate_size": 16},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
 }
 
@@ -50,82 +50,85 @@ class Tiny:
     """One architecture of the tables below."""
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its config, on top of the sizes
-    inputs: str = "text"  # one of _INPUTS
+    inputs: str = "text"  # "text", "text to text", "image", "text and image", "speech" or "speech to text"
+    causal: bool = False  # whether its last hidden states see the past only
     patched: int = 2  # attention modules that must get a mechanism
-    softmax: int = 0  # attention modules that must stay as they are
+    cross: int = 0  # cross-attention modules, which stay softmax
+    windows: int = 0  # modules that see a sliding window only, which stay softmax
+    padding: bool = True  # whether softmax itself gives a padded row what it gives the row alone
     model_type: str | None = None  # if it is not the name in the table
-    auto: Any = AutoModel
 
 
-def _seq2seq(**options: Any) -> Tiny:
-    return Tiny(options, inputs="text to text", patched=4, softmax=2)
-
-
-def _both_towers(**options: Any) -> Tiny:
-    return Tiny(options, inputs="text and image", patched=4)
-
+_LOCAL_FIRST = {"layer_types": ["sliding_attention", "full_attention"]}
+_GLOBAL_FIRST = {"layer_types": ["full_attention", "sliding_attention"]}
 
 _ENCODERS = {
     **{
         name: Tiny()
         for name in (
             "bert", "roberta", "distilbert", "electra", "camembert", "xlm-roberta", "xlm-roberta-xl", "ernie", "bert-generation",
-            "data2vec-text", "roberta-prelayernorm", "eurobert", "nomic_bert", "layoutlm", "markuplm", "splinter", "roc_bert", "xmod",
+            "data2vec-text", "roberta-prelayernorm", "eurobert", "nomic_bert", "layoutlm", "markuplm", "splinter", "roc_bert",
         )
     },
     "albert": Tiny(patched=1),  # both layers share one module
-    "mobilebert": Tiny({"embedding_size": 16, "intra_bottleneck_size": 32}),
     "esm": Tiny({"mask_token_id": 4, "position_embedding_type": "rotary"}),
-    "modernbert": Tiny({"layer_types": ["full_attention", "sliding_attention"]}, patched=1, softmax=1),
+    "mobilebert": Tiny({"embedding_size": 16, "intra_bottleneck_size": 32}),
+    "xmod": Tiny({"default_language": "en_XX"}),
+    "modernbert": Tiny(_GLOBAL_FIRST, patched=1, windows=1),
 }  # fmt: skip
 
 _DECODERS = {
     **{
-        name: Tiny()
+        name: Tiny(causal=True)
         for name in (
-            "gpt2", "opt", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "phi", "mixtral", "olmo", "olmo2", "stablelm", "phi3", "granite",
-            "cohere", "smollm3", "glm", "glm4", "biogpt", "xglm", "gpt_bigcode", "persimmon", "nemotron", "ctrl", "qwen2_moe", "qwen3_moe",
-            "olmoe", "helium", "ernie4_5", "apertus", "arcee", "seed_oss", "hunyuan_v1_dense", "bitnet", "granitemoe", "phimoe",
+            "gpt2", "opt", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "phi", "olmo", "olmo2", "stablelm", "granite", "cohere",
+            "smollm3", "glm", "glm4", "biogpt", "gpt_bigcode", "persimmon", "nemotron", "ctrl", "qwen2_moe", "qwen3_moe", "olmoe", "helium",
+            "ernie4_5", "apertus", "arcee", "seed_oss", "hunyuan_v1_dense", "bitnet", "granitemoe",
         )
     },
-    "mistral": Tiny({"sliding_window": None}),
-    "starcoder2": Tiny({"sliding_window": None}),
-    "deepseek_v3": Tiny({"num_key_value_heads": 4}),
-    "gemma3_text": Tiny({"layer_types": ["sliding_attention", "full_attention"]}, patched=1, softmax=1),
-    "cohere2": Tiny({"layer_types": ["sliding_attention", "full_attention"]}, patched=1, softmax=1),
-    "olmo3": Tiny({"layer_types": ["sliding_attention", "full_attention"]}, patched=1, softmax=1),
-    "lfm2": Tiny({"layer_types": ["conv", "full_attention"]}, patched=1),
+    **{
+        name: Tiny({"sliding_window": None}, causal=True)
+        for name in ("mistral", "mixtral", "starcoder2", "phi3", "phimoe")
+    },
+    **{
+        name: Tiny(_LOCAL_FIRST, causal=True, patched=1, windows=1)
+        for name in ("gemma3_text", "cohere2", "olmo3", "exaone4", "modernbert-decoder")
+    },
+    "gemma4_text": Tiny(
+        {**_LOCAL_FIRST, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        causal=True, patched=1, windows=1,
+    ),
+    "deepseek_v3": Tiny({"num_key_value_heads": 4}, causal=True),
+    "lfm2": Tiny({"layer_types": ["conv", "full_attention"]}, causal=True, patched=1),
+    "jamba": Tiny({"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}, causal=True, patched=1),
 }  # fmt: skip
 
 _SEQ2SEQ = {
-    name: Tiny(inputs="text to text", patched=4, softmax=2)
+    name: Tiny(inputs="text to text", causal=True, patched=4, cross=2)
     for name in ("bart", "mbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "m2m_100", "plbart", "nllb-moe")
 }
 
 _IMAGE = {
-    name: Tiny(inputs="image")
-    for name in ("vit", "deit", "dinov2", "dinov3_vit", "ijepa", "vit_msn", "beit", "clip_vision_model", "siglip_vision_model")
+    **{name: Tiny(inputs="image") for name in ("vit", "deit", "dinov2", "dinov3_vit", "ijepa", "vit_msn", "beit")},
+    **{name: Tiny(inputs="image") for name in ("clip_vision_model", "siglip_vision_model", "yolos")},
 }
 
-_TWO_TOWERS = {
-    name: Tiny(inputs="text and image", patched=4)
-    for name in ("clip", "siglip", "altclip", "chinese_clip", "metaclip_2")
+_TEXT_AND_IMAGE = {
+    **{name: Tiny(inputs="text and image", patched=4, causal=True) for name in ("clip", "metaclip_2")},
+    **{name: Tiny(inputs="text and image", patched=4) for name in ("siglip", "chinese_clip", "altclip")},
 }
 
 _SPEECH = {
-    **{name: Tiny(inputs="speech") for name in ("wav2vec2", "hubert", "data2vec-audio", "unispeech", "unispeech-sat")},
-    **{
-        name: Tiny(inputs="speech to text", patched=4, softmax=2)
-        for name in ("whisper", "speech_to_text")
-    },
-}
+    **{name: Tiny(inputs="speech") for name in ("wav2vec2", "hubert", "unispeech", "unispeech-sat")},
+    "data2vec-audio": Tiny(inputs="speech", padding=False),  # a stack of convolutions gives its positions
+    "whisper": Tiny(inputs="speech to text", causal=True, patched=4, cross=2),
+    "speech_to_text": Tiny(
+        {"input_feat_per_channel": 8, "conv_channels": 16},
+        inputs="speech to text", causal=True, patched=4, cross=2,
+    ),
+}  # fmt: skip
 
-# Those whose outputs at a position may not depend on what comes after it; of `text and image` models the text tower.
-CAUSAL = {*_DECODERS, *_SEQ2SEQ, "whisper", "speech_to_text", "clip", "metaclip_2"}
-
-SUPPORTED: dict[str, Tiny] = {**_ENCODERS, **_DECODERS, **_SEQ2SEQ, **_IMAGE, **_TWO_TOWERS, **_SPEECH}
-
-_LARGE_PATCHES = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": (2,), "window_size": 4}
+SUPPORTED: dict[str, Tiny] = {**_ENCODERS, **_DECODERS, **_SEQ2SEQ, **_IMAGE, **_TEXT_AND_IMAGE, **_SPEECH}
 
 # What must be refused before anything changes, each with a fragment of the reason.
 REFUSED: dict[str, tuple[Tiny, str]] = {
@@ -133,14 +136,22 @@ REFUSED: dict[str, tuple[Tiny, str]] = {
         name: (Tiny(), "does not go through transformers' attention interface")
         for name in (
             "deberta", "deberta-v2", "gptj", "bloom", "mpt", "falcon", "mpnet", "xlnet", "codegen", "longformer", "big_bird", "megatron-bert",
-            "convbert", "roformer", "rembert", "funnel", "led", "openai-gpt", "fnet", "mamba",
+            "convbert", "roformer", "rembert", "led", "openai-gpt", "xglm", "fnet",
         )
     },
     "gpt_neo": (Tiny({"attention_types": [[["global", "local"], 1]]}), "attention interface"),
-    **{name: (Tiny(inputs="text to text"), "relative position bias") for name in ("t5", "mt5", "umt5", "longt5")},
-    "swin": (Tiny({**_LARGE_PATCHES, "num_heads": (2,)}, inputs="image"), "relative position bias"),
-    "beit with position bias": (
+    "mamba": (Tiny({"conv_kernel": 4}), "attention interface"),
+    **{name: (Tiny(inputs="text to text"), "relative position bias") for name in ("t5", "mt5", "umt5", "longt5", "pop2piano")},
+    "swin": (
+        Tiny({"patch_size": 2, "embed_dim": 16, "depths": (2,), "num_heads": (2,), "window_size": 4}, inputs="image"),
+        "relative position bias",
+    ),
+    "beit with a position bias": (
         Tiny({"use_relative_position_bias": True}, inputs="image", model_type="beit"),
+        "relative position bias",
+    ),
+    "beit with a shared position bias": (
+        Tiny({"use_shared_relative_position_bias": True}, inputs="image", model_type="beit"),
         "relative position bias",
     ),
     "wav2vec2-conformer": (Tiny(inputs="speech"), "relative position bias"),
@@ -150,9 +161,12 @@ REFUSED: dict[str, tuple[Tiny, str]] = {
     "starcoder2 with a window": (Tiny({"sliding_window": 8}, model_type="starcoder2"), "window of 8 tokens"),
     "doge": (Tiny(), "selects the keys"),
     "deepseek_v32": (Tiny({"num_key_value_heads": 4}), "selects the keys"),
-    "bigbird_pegasus": (Tiny(inputs="text to text"), "attention mask"),
-    "lasr_encoder": (Tiny(inputs="speech"), "attention mask"),
-    "pixtral": (Tiny(inputs="image"), "attention mask"),
+    "bigbird_pegasus": (Tiny(inputs="text to text"), "reads the attention mask by itself"),
+    "lasr_encoder": (Tiny(inputs="speech"), "reads the attention mask by itself"),
+    "siglip2_vision_model": (Tiny({"num_patches": 4}, inputs="image"), "reads the attention mask by itself"),
+    "pixtral": (Tiny(inputs="image"), "makes an attention mask of pairs"),
+    "timesfm": (Tiny(inputs="time series"), "makes an attention mask of pairs"),
+    "segformer": (Tiny(inputs="image"), "only cross-attention"),  # its queries and keys stand at different positions
 }  # fmt: skip
 
 
@@ -162,7 +176,8 @@ def _config(model_type: str, options: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(cls)}
     sizes = {name: value for name, value in _SIZES.items() if name in known}
     for name, tower in cls.sub_configs.items():
-        sizes[name] = _config(tower.model_type, {}).to_dict()
+        if tower.model_type in CONFIG_MAPPING:
+            sizes[name] = _config(tower.model_type, {}).to_dict()
     return cls(**{**sizes, **options})
 
 
@@ -179,55 +194,76 @@ def build(name: str) -> PreTrainedModel:
 
 
 def make_inputs(name: str) -> dict[str, Tensor]:
-    """A batch of two rows; where the model takes a mask, the second row is padded on the right."""
-    kind = SUPPORTED[name].inputs
+    """A batch of two rows; where padding is tested, the second row is padded on the right."""
+    tiny = SUPPORTED[name]
     torch.manual_seed(1)
     inputs: dict[str, Tensor] = {}
-    if kind.startswith("text"):
+    if tiny.inputs.startswith("text"):
         inputs["input_ids"] = torch.randint(5, 99, (BATCH, LENGTH))
         inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
         inputs["input_ids"][1, SHORT:] = inputs["attention_mask"][1, SHORT:] = 0
     if name == "layoutlm":
         inputs["bbox"] = torch.randint(0, 50, (BATCH, LENGTH, 4)).sort(-1).values
-    if kind.endswith("to text"):
-        inputs["decoder_input_ids"] = torch.randint(5, 99, (BATCH, DECODED))
-    if kind.endswith("image"):
+    if tiny.inputs.endswith("image"):
         inputs["pixel_values"] = torch.randn(BATCH, 3, 16, 16)
-    if kind == "speech":
-        inputs["input_values"] = torch.randn(BATCH, 67)
-    if kind == "speech to text":
-        inputs["input_features"] = torch.randn(BATCH, 8, 128)
+    if tiny.inputs == "speech":
+        inputs["input_values"] = torch.randn(BATCH, SAMPLES)
+        inputs["attention_mask"] = torch.ones(BATCH, SAMPLES, dtype=torch.long)
+        inputs["input_values"][1, SHORT_SAMPLES:] = inputs["attention_mask"][1, SHORT_SAMPLES:] = 0
+    if tiny.inputs == "speech to text":  # [B, features, frames] or [B, frames, features]
+        inputs["input_features"] = torch.randn(BATCH, 8, 128) if name == "whisper" else torch.randn(BATCH, 48, 8)
+    if tiny.inputs.endswith("to text"):
+        inputs["decoder_input_ids"] = torch.randint(5, 99, (BATCH, DECODED))
     return inputs
+
+
+def unpadded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The second row alone, without its padding."""
+    mask = inputs["attention_mask"]
+    valid = int(mask[1].sum())
+    return {k: v[1:2, :valid] if v.shape[:2] == mask.shape else v[1:2] for k, v in inputs.items()}
+
+
+def token_streams(name: str) -> list[tuple[str, str, bool]]:
+    """(input of tokens, output that follows them, whether it may see the past only) for each part that reads tokens."""
+    tiny = SUPPORTED[name]
+    if tiny.inputs == "text":
+        return [("input_ids", "last_hidden_state", tiny.causal)]
+    if tiny.inputs == "text and image":
+        return [("input_ids", "text_model_output.last_hidden_state", tiny.causal)]
+    streams = [("decoder_input_ids", "last_hidden_state", True)] if tiny.inputs.endswith("to text") else []
+    return streams + ([("input_ids", "encoder_last_hidden_state", False)] if tiny.inputs == "text to text" else [])
 
 
 def outputs(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every floating tensor that the model returns, by its name; caches are left out."""
     found: dict[str, Tensor] = {}
 
-    def collect(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            if value.is_floating_point():
-                found[name] = value
-        elif isinstance(value, dict):
-            for key, part in value.items():
-                collect(f"{name}.{key}" if name else key, part)
+    def collect(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                collect(f"{prefix}{name}.", value)
+            elif isinstance(value, Tensor) and value.is_floating_point():
+                found[prefix + name] = value
 
-    collect("", dict(model(**inputs)))
+    collect("", model(**inputs))
     return found
+
+
+def mechanisms(model: nn.Module) -> dict[str, Mechanism]:
+    """The mechanisms of a patched model, not those inside others, by the names of the attention modules that hold them."""
+    return {n.removesuffix(".rf"): m for n, m in model.named_modules() if isinstance(m, Mechanism) and n.endswith(".rf")}
 
 
 @contextmanager
 def mechanism_calls(model: nn.Module) -> Iterator[dict[str, list[bool]]]:
-    """While open, the dict that is given collects under each mechanism's name whether its calls were causal."""
+    """Collects, by the name of the attention module, whether each call of its mechanism was causal."""
     calls: dict[str, list[bool]] = {}
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> None:
-            calls.setdefault(name, []).append(kwargs["causal"])
+    def recorder(name: str) -> Any:
+        return lambda module, args, kwargs, output: calls.setdefault(name, []).append(kwargs["causal"])
 
-        return hook
-
-    handles = [m.register_forward_hook(record(name), with_kwargs=True) for name, m in mechanisms(model).items()]
+    handles = [m.register_forward_hook(recorder(n), with_kwargs=True) for n, m in mechanisms(model).items()]
     try:
         yield calls
     finally:
@@ -235,6 +271,78 @@ def mechanism_calls(model: nn.Module) -> Iterator[dict[str, list[bool]]]:
             handle.remove()
 
 
-def mechanisms(model: nn.Module) -> dict[str, Mechanism]:
-    """The mechanisms of a patched model (not those inside another one) by the names of their attention modules."""
-    return {n.removesuffix(".rf"): m for n, m in model.named_modules() if isinstance(m, Mechanism) and n.endswith(".rf")}
+def _reach(name: str) -> tuple[str, str, str]:
+    """(inputs, what was patched, what stayed softmax), seen by patching and running the model."""
+    model = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch_model(model, "favor+")
+    with torch.no_grad(), mechanism_calls(model) as calls:
+        outputs(model, make_inputs(name))
+    causal = {flag for flags in calls.values() for flag in flags}
+    patched = " and ".join(word for word, flag in (("bidirectional", False), ("causal", True)) if flag in causal)
+    sites = [site for site in find_attention(model) if site.name not in calls]
+    kept = ["cross-attention"] if any(site.cross for site in sites) else []
+    if any(not site.cross for site in sites):
+        kept.append("sliding-window layers")
+    return SUPPORTED[name].inputs, f"{patched} self-attention", ", ".join(kept) or "–"
+
+
+def _refusal(name: str) -> str:
+    """The reason that `patch_model` gives."""
+    try:
+        patch_model(build(name), "favor+")
+    except ValueError as error:
+        return str(error).partition("cannot be patched: ")[2].partition(". Nothing")[0].partition(" (")[0] or str(error)
+    raise RuntimeError(f"{name} was patched, but stands among those that are refused.")
+
+
+def _rows(groups: dict[tuple[str, ...], list[str]]) -> list[str]:
+    return [f"| {' | '.join(key)} | {', '.join(names)} |" for key, names in groups.items()]
+
+
+def reach_table() -> str:
+    """Two Markdown tables: what of which architecture is patched, and what is refused and why."""
+    supported: dict[tuple[str, ...], list[str]] = {}
+    refused: dict[tuple[str, ...], list[str]] = {}
+    for name in SUPPORTED:
+        supported.setdefault(_reach(name), []).append(name)
+    for name in REFUSED:
+        refused.setdefault((_refusal(name),), []).append(name)
+    return "\n".join(
+        [
+            "| input | patched | stays softmax | architectures |",
+            "|---|---|---|---|",
+            *_rows(supported),
+            "",
+            "| refused, because | architectures |",
+            "|---|---|",
+            *_rows(refused),
+        ]
+    )
+
+
+def with_table(readme: str, table: str) -> str:
+    """The README with the table between its markers."""
+    before, start, rest = readme.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"There is no place for the table; put {START} and {END} on lines of their own.")
+    return f"{before}{START}\n{table}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the table of supported architectures, or write it to a README.")
+    parser.add_argument("--readme", type=Path, help="file with the markers")
+    path = parser.parse_args().readme
+    logging.disable(logging.WARNING)  # of transformers, on tiny configs
+    torch.set_num_threads(1)
+    table = reach_table()
+    if path is None:
+        sys.stdout.write(table + "\n")
+    else:
+        path.write_text(with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

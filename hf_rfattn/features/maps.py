@@ -34,6 +34,7 @@ class FeatureMap(nn.Module):
 
     num_features: int
     positive: bool = True
+    scale_per_feature: bool = True  # whether Features.log has a column for each feature, or one for all
 
     def floor(self) -> Tensor | float | None:
         """For signed maps, the least magnitude of the denominator a visible key (one, or `[Hkv]`); None for positive maps."""
@@ -70,6 +71,7 @@ class TanhFeatures(FeatureMap):
     """φ(x) = tanh(x): signed."""
 
     positive = False
+    scale_per_feature = False
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -213,6 +215,8 @@ class PositiveFeatures(RandomFeatures):
 class ReluFeatures(PositiveFeatures):
     """Generalised attention of the Performer: φ(x) = M^(-1/2) relu(ωᵀx), a kernel of its own."""
 
+    scale_per_feature = False
+
     def forward(self, x: Tensor, role: Role) -> Features:
         products = per_head_product(x, self.projection)
         if self.antithetic:
@@ -229,6 +233,7 @@ class FourierFeatures(RandomFeatures):
     """
 
     positive = False
+    scale_per_feature = False
     phase: Tensor
 
     def __init__(

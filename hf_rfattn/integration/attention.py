@@ -2,10 +2,14 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import StaticLayer
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .cache import KEYWORD, RecurrentLayer
 from .masks import Pattern, dense_mask, is_compact, read_pattern, rf_mask
 
 NAME = "hf_rfattn"
@@ -37,26 +41,32 @@ def rf_attention_forward(
     Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in linear attention
     and is applied only there.
     """
+    cache_layer = kwargs.pop(KEYWORD, None)
+    if isinstance(kwargs.get("cache"), PagedAttentionCache):
+        raise NotImplementedError("Patched models do not support continuous batching (generate_batch); use generate().")
     mechanism = getattr(module, "rf", None)
     if mechanism is None:
         _check_patched(module)
-        return _softmax(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+        return _softmax(module, query, key, value, attention_mask, dropout, scaling, cache_layer, kwargs)
     for name, reason in _INEXPRESSIBLE.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot express. "
                 "Leave this layer out: patch_model(model, ..., layers=...)."
             )
-    pattern = _pattern(module, query, key, attention_mask, kwargs)
-    out = mechanism(
-        query,
-        key,
-        value,
-        key_mask=pattern.key_mask,
-        causal=pattern.causal,
-        segments=pattern.segments,
-        scale=scaling,
-    )
+    if isinstance(cache_layer, RecurrentLayer):
+        out = cache_layer.attend(mechanism, query, key, value, _past_mask(module, key, attention_mask), scaling)
+    else:
+        pattern = _pattern(module, query, key, attention_mask, kwargs)
+        out = mechanism(
+            query,
+            key,
+            value,
+            key_mask=pattern.key_mask,
+            causal=pattern.causal,
+            segments=pattern.segments,
+            scale=scaling,
+        )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -77,10 +87,24 @@ def _pattern(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None,
     return Pattern(mask[:, 0, 0, :k_length].expand(batch, -1), None, False)
 
 
-def _softmax(module, query, key, value, mask, dropout, scaling, kwargs) -> tuple[Tensor, None]:
+def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None) -> Tensor | None:
+    """The padding of all tokens so far, in generation."""
+    if mask is None:
+        return None
+    if not is_compact(mask) or mask.shape[2] != 2 or mask.dtype != torch.uint8:
+        raise NotImplementedError(
+            f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; a recurrent state needs a 2D attention_mask."
+        )
+    return read_pattern(mask, key.shape[0], mask.shape[3]).key_mask
+
+
+def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:
     if is_compact(mask):
         pattern = read_pattern(mask, query.shape[0], key.shape[2])
-        mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device)
+        start = None  # position of the first query, where it is not the end of the keys that tells
+        if isinstance(cache_layer, StaticLayer):
+            start = cache_layer.get_seq_length() - query.shape[2]
+        mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device, start)
         kwargs = {**kwargs, "is_causal": pattern.causal}
     return ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
@@ -88,7 +112,7 @@ def _softmax(module, query, key, value, mask, dropout, scaling, kwargs) -> tuple
 
 
 def _check_patched(module: nn.Module) -> None:
-    if getattr(getattr(module, "config", None), SPEC, None) is None:
+    if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
         raise ValueError(
             f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has no mechanism. "
             "Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."

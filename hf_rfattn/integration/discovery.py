@@ -1,20 +1,35 @@
 """Finding a model's attention modules, and why some of them cannot be expressed by feature maps."""
 
-import functools
 import inspect
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-_CROSS = re.compile(r"cross|encoder_attn|encoder_decoder|x_attn")
+# Attention between two sequences, by the name of the module and by that of its class.
+_CROSS = re.compile(r"cross|encoder_attn|encoder_decoder|EncDec|x_attn|token_to_image|image_to_token")
+_CROSS_CLASS = re.compile(r"Cross|Perceiver|Resampler")
 
 # What the source of an attention class tells: these change the scores in ways that φ(x)ᵀφ(y) cannot express.
 _SOURCE_REFUSALS = (
     (re.compile(r"relative|rel_pos|position_bias"), "it adds a relative position bias to its scores"),
     (re.compile(r"\bs_aux\b|\bsinks\b"), "it has attention sinks, a score that belongs to no key"),
-    (re.compile(r"index_mask|dynamic_mask|build_block_mask|topk|selected_token"), "it selects the keys that each query sees"),
+    (
+        re.compile(r"index_mask|dynamic_mask|build_block_mask|topk|selected_token"),
+        "it selects the keys that each query sees",
+    ),
+)
+
+# The mask that the attention function gets in a patched model is no matrix of pairs (see masks.py). Modules beside the attention that read
+# the mask themselves would read it wrongly, without an error; models that make masks of pairs by themselves have none that can be expressed.
+_READS_MASK = re.compile(
+    r"(scores|weights) \+ attention_mask|(?<!key_padding_mask=)~attention_mask|attn_mask=attention_mask\b"
+)
+_MAKES_MASK = re.compile(
+    r"\b(generate_block_attention_mask|_prepare_aspect_ratio_attention_mask|_make_causal_mask|attn_mask_probs)\b|"
+    r"self\._prepare_4d_attention_mask"
 )
 
 
@@ -49,7 +64,12 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
             f"{name} cannot be patched: its attention does not go through transformers' attention interface "
             "(deberta, bloom, gptj, falcon and some others compute it by themselves)."
         )
-    return [_site(name, module, _owner(name, owners), ordinal) for ordinal, (name, module) in enumerate(found)]
+    reasons = _model_refusals(model, owners)
+    sites = []
+    for ordinal, (name, module) in enumerate(found):
+        owner = _owner(name, owners)
+        sites.append(_site(name, module, owner, ordinal, reasons.get(id(owner.config))))
+    return sites
 
 
 def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
@@ -58,10 +78,30 @@ def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
     return owners[name] if name in owners else next(iter(owners.values()))
 
 
-def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int) -> AttentionSite:
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dict[int, str]:
+    """Why no attention of a (nested) model can be patched: what stands beside its attention modules.
+
+    By the id of the config, which an encoder shares with its decoder: it decides what kind of mask both are given.
+    """
+    reasons: dict[int, str] = {}
+    for name, module in model.named_modules():
+        cls, source = type(module), _source(type(module))
+        owner = _owner(name, owners)
+        if module is owner and _MAKES_MASK.search(source):
+            reasons[id(owner.config)] = f"{cls.__name__} makes an attention mask of pairs of its own"
+        elif module is not owner and not uses_interface(cls) and _READS_MASK.search(source):
+            reasons[id(owner.config)] = f"its model also has {cls.__name__}, which reads the attention mask by itself"
+        elif cls.__name__.endswith("RelativePositionBias"):  # beit, where a config asks for it
+            reasons[id(owner.config)] = "its model adds a relative position bias to the scores"
+    return reasons
+
+
+def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, refusal: str | None) -> AttentionSite:
+    parts = name.split(".")
+    # Not the last part: where a layer has two attention modules (longcat_flash) their number is no layer's.
+    numbers = [int(part) for part in parts[:-1] if part.isdigit()]
     heads, kv_heads, head_dim = _shape(module)
-    refusal = _refusal(module)
+    refusal = _refusal(module) or refusal
     if refusal is None and not (heads and kv_heads and head_dim):
         refusal = "its numbers of heads and head size could not be found"
     return AttentionSite(
@@ -70,7 +110,7 @@ def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int) ->
         owner=owner,
         index=numbers[-1] if numbers else 0,
         ordinal=ordinal,
-        cross=bool(_CROSS.search(name.rpartition(".")[2]) or _CROSS.search(name.split(".")[-2] if "." in name else "")),
+        cross=_is_cross(parts, module),
         num_heads=heads or 0,
         num_kv_heads=kv_heads or 0,
         head_dim=head_dim or 0,
@@ -78,15 +118,28 @@ def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int) ->
     )
 
 
-@functools.cache
+def _is_cross(parts: list[str], module: nn.Module) -> bool:
+    """Whether the keys of a module are not those of its queries' positions (segformer shortens its keys)."""
+    named = any(_CROSS.search(part) for part in parts[-2:]) or _CROSS_CLASS.search(type(module).__name__)
+    return bool(named) or getattr(module, "sequence_reduction_ratio", 1) > 1
+
+
 def uses_interface(cls: type) -> bool:
     """Whether a module class computes attention through `ALL_ATTENTION_FUNCTIONS`."""
     return "ALL_ATTENTION_FUNCTIONS" in _source(cls)
 
 
-@functools.cache
 def _source(cls: type) -> str:
     """Source of the class that defines the forward of `cls`, if it is a transformers module."""
+    if cls not in _SOURCES:
+        _SOURCES[cls] = _read_source(cls)
+    return _SOURCES[cls]
+
+
+_SOURCES: dict[type, str] = {}
+
+
+def _read_source(cls: type) -> str:
     for base in cls.__mro__:
         if "forward" in vars(base):
             if base.__module__.startswith("torch."):
@@ -99,12 +152,20 @@ def _source(cls: type) -> str:
 
 
 def _first(module: nn.Module, *names: str) -> int | None:
-    for holder in (module, getattr(module, "config", None)):
+    for holder in (module, _layer_config(module)):
         for name in names:
             value = getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def _layer_config(module: nn.Module) -> Any:
+    """The config of one layer; where layers differ (gemma4) transformers raises when the whole config is asked for their sizes."""
+    config, index = module.config, getattr(module, "layer_idx", None)
+    if getattr(config, "is_heterogeneous", False) and isinstance(index, int):
+        return config.per_layer_config[index]  # type: ignore[union-attr, index]
+    return config
 
 
 def _shape(module: nn.Module) -> tuple[int | None, int | None, int | None]:
@@ -136,7 +197,7 @@ def _refusal(module: nn.Module) -> str | None:
 
 def _window(module: nn.Module, source: str) -> int | str | None:
     """The sliding window of a layer, None if it sees everything."""
-    config = module.config
+    config = _layer_config(module)
     layer_types = getattr(config, "layer_types", None)
     layer_idx = getattr(module, "layer_idx", None)
     if isinstance(layer_types, (list, tuple)) and isinstance(layer_idx, int) and layer_idx < len(layer_types):

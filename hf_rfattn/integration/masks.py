@@ -85,8 +85,14 @@ def read_pattern(mask: Tensor, batch: int, k_length: int) -> Pattern:
     return Pattern(row[:, :k_length].expand(batch, -1) != 0, None, causal)
 
 
-def dense_mask(pattern: Pattern, q_length: int, k_length: int, device: torch.device) -> Tensor | None:
-    """The same as a boolean mask for sdpa; None where `is_causal` alone says it."""
+def dense_mask(
+    pattern: Pattern, q_length: int, k_length: int, device: torch.device, start: int | Tensor | None = None
+) -> Tensor | None:
+    """The same as a boolean mask for sdpa; None where `is_causal` alone says it. `start`: position of the first query, by default such
+    that the last one stands at the last key."""
+    if start is not None and pattern.causal:  # a static cache, with room behind its last key
+        seen = torch.arange(k_length, device=device) <= start + torch.arange(q_length, device=device)[:, None]
+        return seen[None, None] if pattern.key_mask is None else seen & pattern.key_mask[:, None, None, :]
     if pattern.key_mask is None and pattern.segments is None and (not pattern.causal or q_length == k_length):
         return None
     return allowed_pairs(q_length, k_length, pattern.key_mask, pattern.causal, pattern.segments, device=device)

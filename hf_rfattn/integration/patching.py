@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
 from ..mechanisms.base import mechanism_class, random_maps
 from .attention import NAME, SPEC
-from .discovery import AttentionSite, find_attention
+from .cache import hand_on_cache
+from .discovery import AttentionSite, find_attention, uses_interface
 from .redraw import redraw_on_schedule
 
 FORMAT = 1
@@ -59,8 +60,17 @@ def patch_model(
         setattr(config, SPEC, {**document, "softmax": softmax[id(config)]})
         config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
         config.attn_implementation = NAME
+    patched_configs = {id(config) for config in _configs([site for site, _ in plan])}
+    for site in sites:
+        if id(site.module.config) in patched_configs:
+            if "rf" not in site.module._modules:
+                site.module.rf = None  # softmax, and known to be meant so
+            if not site.cross:
+                site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
     for owner in _owners(model, plan):
         owner.register_forward_pre_hook(refuse_attention_outputs, with_kwargs=True)
+        if owner.can_generate():
+            owner._is_stateful = True  # transformers then refuses what would need to take tokens back
     for owner in {id(site.owner): site.owner for site, _ in plan}.values():
         if any(m.redraw_interval is not None for m in random_maps(owner)):
             owner.register_forward_pre_hook(redraw_on_schedule)
@@ -70,10 +80,12 @@ def patch_model(
 def unpatch_model(model: M) -> M:
     """Softmax again, outputs and `state_dict` bit for bit what they were; does nothing to a model that is not patched."""
     for module in model.modules():
-        if isinstance(getattr(module, "rf", None), nn.Module):
+        if uses_interface(type(module)) and hasattr(module, "rf"):
             del module.rf
+        if isinstance(module, PreTrainedModel):
+            vars(module).pop("_is_stateful", None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in (refuse_attention_outputs, redraw_on_schedule):
+            if hook in (refuse_attention_outputs, redraw_on_schedule, hand_on_cache):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         config = getattr(module, "config", None)

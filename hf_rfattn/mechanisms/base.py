@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from ..features import FeatureMap
 from ..features.maps import RandomFeatures
-from ..ops import Features, allowed_pairs, linear_attention, normalise, normalised_weights
+from ..ops import (
+    Features,
+    State,
+    allowed_pairs,
+    combine,
+    linear_attention,
+    merge,
+    normalise,
+    normalised_weights,
+    read_state,
+    summarise,
+)
 from ..ops.naive import repeat_heads
 
 
@@ -118,6 +129,16 @@ class Mechanism(nn.Module):
         """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`."""
         raise NotImplementedError
 
+    def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        """Tensors, each with the batch first and of a fixed size, that hold all a causal query needs to know of the past."""
+        raise NotImplementedError
+
+    def attend_after(
+        self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, state: dict[str, Tensor], fresh: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Causal attention of new tokens after those in `state`, which is `fresh` if empty; and the new state."""
+        raise NotImplementedError
+
     def multiply_adds(self, length: int, causal: bool) -> int:
         """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim)."""
         raise NotImplementedError
@@ -151,6 +172,39 @@ class Mechanism(nn.Module):
             out = self.attend(x, y, v, key_mask, causal, segments)
             if causal and ahead:
                 out = out[:, :, ahead:]
+        return out.to(q.dtype)
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: dict[str, Tensor],
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        fresh: bool = False,
+    ) -> Tensor:
+        """Causal attention of the next tokens of sequences whose past is in `state` (from `new_state`), which is updated in place.
+
+        However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]` is of the new
+        keys. `fresh` promises an empty state and saves reading it. Gradients reach the new tokens, not the past.
+
+        >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)
+        >>> q = k = v = torch.randn(1, 2, 5, 8)
+        >>> state = mechanism.new_state(1, 8, q.dtype, q.device)
+        >>> steps = [mechanism.extend(*(x[:, :, t : t + 1] for x in (q, k, v)), state) for t in range(5)]
+        >>> torch.allclose(torch.cat(steps, dim=2), mechanism(q, k, v, causal=True), atol=1e-5)
+        True
+        """
+        x, y, v, key_mask, _ = self._prepare(q, k, v, key_mask, True, scale, None)
+        with torch.autocast(q.device.type, enabled=False):
+            # autograd keeps what it reads, and the state is about to be overwritten
+            past = {name: value.clone() for name, value in state.items()} if torch.is_grad_enabled() else state
+            out, new = self.attend_after(x, y, v, key_mask, past, fresh)
+        with torch.no_grad():
+            for name, value in new.items():
+                state[name].copy_(value)
         return out.to(q.dtype)
 
     def attention_weights(
@@ -222,6 +276,36 @@ class LinearMechanism(Mechanism):
             ones_q = Features(torch.zeros_like(x[..., :1]))
             floor = floor * linear_attention(ones_q, ones, v[..., :1], **masks).denominator
         return normalise(linear_attention(q, k, v, **masks), floor)
+
+    def new_state(self, batch, value_dim, dtype, device):
+        features, kv_heads = self.feature_map.num_features, self.num_kv_heads
+        scales = features if self.feature_map.scale_per_feature else 1
+        state = {
+            "log_scale": torch.full((batch, kv_heads, 1, scales), -torch.inf, dtype=dtype, device=device),
+            "outer": torch.zeros(batch, kv_heads, features, value_dim, dtype=dtype, device=device),
+            "total": torch.zeros(batch, kv_heads, features, 1, dtype=dtype, device=device),
+        }
+        if not self.feature_map.positive:  # for the floor of the denominator
+            state["count"] = torch.zeros(batch, 1, 1, 1, dtype=dtype, device=device)
+        return state
+
+    def attend_after(self, x, y, v, key_mask, state, fresh):
+        q, k = self.features(x, y)
+        past = State(state["log_scale"], state["outer"], state["total"])
+        joined = combine(past, summarise(k, v, key_mask))
+        if x.shape[2] == 1 and not (torch.is_grad_enabled() and x.requires_grad):
+            part = read_state(q, joined)  # the one new key is visible to the one new query
+        else:
+            part = linear_attention(q, k, v, key_mask=key_mask, causal=True)
+            part = part if fresh else merge(part, read_state(q, past))
+        new = joined._asdict()
+        floor = self.floor(x)
+        if floor is not None:
+            visible = torch.ones_like(x[:, :1, :, :1]) if key_mask is None else key_mask[:, None, :, None].to(x.dtype)
+            count = state["count"] + visible.cumsum(2)
+            floor = floor * count
+            new["count"] = count[:, :, -1:]
+        return normalise(part, floor), new
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         q, k = self.features(x, y)

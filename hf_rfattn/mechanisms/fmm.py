@@ -13,10 +13,22 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..ops import Partial, allowed_pairs, linear_attention, merge, normalise, normalised_weights
+from ..ops import (
+    Features,
+    Partial,
+    State,
+    allowed_pairs,
+    combine,
+    linear_attention,
+    merge,
+    normalise,
+    normalised_weights,
+    read_state,
+    summarise,
+)
 from ..ops.banded_attention import global_keys
 from ..ops.naive import masked_softmax, repeat_heads
-from .band import near_field, near_multiply_adds, near_pairs
+from .band import Window, near_field, near_multiply_adds, near_pairs
 from .base import (
     LinearMechanism,
     Mechanism,
@@ -97,6 +109,45 @@ class FmmAttention(Mechanism):
             )
             parts.append(self._weighted(part, term))
         return normalise(merge(*parts))
+
+    def new_state(self, batch, value_dim, dtype, device):
+        sizes = batch, value_dim, dtype, device
+        state = Window.new(self, self.config.bandwidth, self.config.global_tokens, *sizes)
+        for term, far in enumerate(self._far(), start=1):
+            state |= {f"far{term}.{name}": value for name, value in far.new_state(*sizes).items()}
+        return state
+
+    def attend_after(self, x, y, v, key_mask, state, fresh):
+        window = Window(state, y, v, key_mask, fresh, self.config.bandwidth, self.config.global_tokens)
+        near = window.attend(x)
+        new = window.new_state()
+        joint = self.config.normalizer == "joint"
+        parts = [self._weighted(near, 0)]
+        out = self._log_weight(0, x.dtype).exp() * normalise(near)
+        for term, far in enumerate(self._far(), start=1):
+            prefix = f"far{term}."
+            past = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            if joint:
+                part, after = self._far_after(far, x, window, past)
+                parts.append(self._weighted(part, term))
+            else:
+                term_out, after = far.attend_after(x, y, v, key_mask, past, fresh)
+                out = out + self._log_weight(term, x.dtype).exp() * term_out
+            new |= {prefix + name: value for name, value in after.items()}
+        return normalise(merge(*parts)) if joint else out, new
+
+    def _far_after(self, far: LinearMechanism, x: Tensor, window: Window, state: dict[str, Tensor]):
+        """The far field of a joint normaliser: the past beyond the window, and what new queries leave behind them."""
+        past = State(state["log_scale"], state["outer"], state["total"])
+        q, k = far.features(window.aligned(x), window.keys)
+        W, L = self.config.bandwidth, window.length
+        new_q = Features(*(None if z is None else z[:, :, W:] for z in q))
+        part = read_state(new_q, past)
+        if L > 1:  # one new token alone has nothing behind it that is not in the state
+            beyond = linear_attention(q, k, window.values, key_mask=window.far, causal=True, outside=W)
+            part = merge(part, Partial(*(z[:, :, W:] for z in beyond)))
+        leaving = Features(*(None if z is None else z[:, :, :L] for z in k))
+        return part, combine(past, summarise(leaving, window.values[:, :, :L], window.far[:, :L]))._asdict()
 
     def _weighted(self, part: Partial, term: int) -> Partial:
         weight = self._log_weight(term, part.numerator.dtype).exp()

@@ -42,6 +42,18 @@ def banded_attention(
     return Partial(*(queries_from_tiles(x, H, L) for x in partial))
 
 
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Partial:
+    """Attention with weights exp(q_iᵀk_j) over a few keys `[B, Hkv, N, D]`, not yet normalised; `allowed` is `[B, L or 1, N]`."""
+    B, H, L, D = q.shape
+    grouped = q.reshape(B, k.shape[1], -1, L, D)
+    scores = grouped @ k.unsqueeze(2).transpose(-1, -2)  # [B, Hkv, G, L, N]
+    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    scale = scores.detach().amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - finite(scale))
+    parts = (weights @ v.unsqueeze(2), weights.sum(-1, keepdim=True), scale)
+    return Partial(*(x.reshape(B, H, L, -1) for x in parts))
+
+
 def global_keys(L: int, count: int, key_mask: Tensor | None, causal: bool, segments: Tensor | None, device) -> Tensor:
     """`[B or 1, L]`, True for the first `count` visible keys of each sequence and, unless causal, the last ones too."""
     visible = torch.ones(1, L, dtype=torch.bool, device=device) if key_mask is None else key_mask

@@ -29,8 +29,11 @@ class Features(NamedTuple):
         return _scaled(self, torch.zeros_like(self.log))
 
 
-class _State(NamedTuple):
-    """Sums over keys on a scale of their own for each feature: exp(log_scale) · (S, z)."""
+class State(NamedTuple):
+    """Sums over keys, S = Σ φ(k_j) v_jᵀ and z = Σ φ(k_j), as exp(log_scale) · (outer, total), with a scale for each feature.
+
+    This is all that a query needs to know of any number of keys: the whole state of generation.
+    """
 
     log_scale: Tensor  # [..., 1, M] or [..., 1, 1]
     outer: Tensor  # [..., M, D]
@@ -60,11 +63,7 @@ def linear_attention(
     """
     if causal or segments is not None or outside is not None:
         return _tiled(q, k, v, key_mask, causal, segments, outside)
-    log = k.log if key_mask is None else k.log.masked_fill(~key_mask[:, None, :, None], -torch.inf)
-    state = _summarise(Features(log, k.factor), v)
-    B, H, L = q.log.shape[:3]
-    grouped = _map(q, lambda x: x.reshape(B, v.shape[1], -1, x.shape[-1]))
-    return Partial(*(x.reshape(B, H, L, -1) for x in _read(grouped, state)))
+    return read_state(q, summarise(k, v, key_mask))
 
 
 def _map(features: Features, function) -> Features:
@@ -81,15 +80,36 @@ def _largest(log: Tensor, dim: int) -> Tensor:
     return log.detach().amax(dim=dim, keepdim=True)
 
 
-def _summarise(k: Features, v: Tensor) -> _State:
-    """Sum the keys of the last but one dimension. Hidden keys have log = -inf."""
+def summarise(k: Features, v: Tensor, key_mask: Tensor | None = None) -> State:
+    """The state that holds all visible keys `[B, Hkv, L, M]`."""
+    if key_mask is not None:
+        k = Features(k.log.masked_fill(~key_mask[:, None, :, None], -torch.inf), k.factor)
+    return _sum_keys(k, v)
+
+
+def combine(a: State, b: State) -> State:
+    """The state that holds the keys of both."""
+    scale = torch.maximum(a.log_scale, b.log_scale)
+    x, y = (torch.exp(s.log_scale - finite(scale)).transpose(-1, -2) for s in (a, b))
+    return State(scale, x * a.outer + y * b.outer, x * a.total + y * b.total)
+
+
+def read_state(q: Features, state: State) -> Partial:
+    """What queries `[B, H, L, M]` see of a state `[B, Hkv, …]`."""
+    B, H, L = q.log.shape[:3]
+    grouped = _map(q, lambda x: x.reshape(B, state.outer.shape[1], -1, x.shape[-1]))
+    return Partial(*(x.reshape(B, H, L, -1) for x in _read(grouped, state)))
+
+
+def _sum_keys(k: Features, v: Tensor) -> State:
+    """Sum over the last but one dimension. Hidden keys have log = -inf."""
     scale = _largest(k.log, -2)
     phi = _scaled(k, scale)
-    return _State(scale, phi.transpose(-1, -2) @ v, phi.sum(-2).unsqueeze(-1))
+    return State(scale, phi.transpose(-1, -2) @ v, phi.sum(-2).unsqueeze(-1))
 
 
-def _read(q: Features, state: _State) -> Partial:
-    """What queries `[..., L, M]` see of a state: the largest term of each denominator is 1 for positive features."""
+def _read(q: Features, state: State) -> Partial:
+    """Queries `[..., L, M]` of a state: the largest term of each denominator is 1 for positive features."""
     log = q.log + state.log_scale
     scale = _largest(log, -1)
     phi = _scaled(Features(log, q.factor), scale)
@@ -144,29 +164,23 @@ def _read_beyond(q: Features, k: Features, v: Tensor, segments: Tensor | None, l
     if segments is not None:  # beyond a tile reaches only the segment that its edge belongs to
         outer = segments != segments[:, :, :, edge, None]
         k = Features(k.log.masked_fill(outer, -torch.inf), k.factor)
-    sums = _summarise(k, v)
+    sums = _sum_keys(k, v)
     tiles = v.shape[2]
     order = range(tiles - 1, -1, -1) if backward else range(tiles)
-    state = _State(*(torch.zeros_like(x[:, :, 0]) for x in sums))
+    state = State(*(torch.zeros_like(x[:, :, 0]) for x in sums))
     state = state._replace(log_scale=torch.full_like(state.log_scale, -torch.inf))
     current = None if segments is None else segments[:, :, order[0], edge, :, None]
     states, owners = [], []
     for t in order:
         states.append(state)
-        old = state.log_scale
         if segments is not None:
             owners.append(current)
             here = segments[:, :, t, edge, :, None]
-            old = old.masked_fill(current != here, -torch.inf)
+            state = state._replace(log_scale=state.log_scale.masked_fill(current != here, -torch.inf))
             current = here
-        scale = torch.maximum(old, sums.log_scale[:, :, t])
-        keep = torch.exp(old - finite(scale)).transpose(-1, -2)
-        add = torch.exp(sums.log_scale[:, :, t] - finite(scale)).transpose(-1, -2)
-        state = _State(
-            scale, keep * state.outer + add * sums.outer[:, :, t], keep * state.total + add * sums.total[:, :, t]
-        )
+        state = combine(state, State(*(x[:, :, t] for x in sums)))
     states = [states[0]] * lag + states[: tiles - lag]
-    stacked = _State(*(torch.stack(x[::-1] if backward else x, dim=2) for x in zip(*states, strict=True)))
+    stacked = State(*(torch.stack(x[::-1] if backward else x, dim=2) for x in zip(*states, strict=True)))
     part = _read(q, stacked)
     if segments is not None:
         owners = [owners[0]] * lag + owners[: tiles - lag]

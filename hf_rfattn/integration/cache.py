@@ -1,0 +1,175 @@
+"""Generation with constant memory: a cache layer that holds a mechanism's state instead of all keys and values.
+
+A forward pre-hook of each attention module puts it into the cache that `generate` made, before the model's `cache.update` runs, and hands it on to the
+attention function as a keyword. The model is left without any state, so threads and torch.compile see nothing but the cache itself.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+
+from ..mechanisms import Mechanism
+
+KEYWORD = "rf_cache"
+
+
+class RecurrentLayer(CacheLayerMixin):
+    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context."""
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, static_length: int | None = None):
+        """`static_length`: of the static layer it stands for; the count of tokens is then a tensor, as torch.compile wants it."""
+        super().__init__()
+        self.static_length = static_length
+        self.is_compileable = static_length is not None
+        self.seen: int | Tensor = 0 if static_length is None else torch.tensor(0)
+        self.state: dict[str, Tensor] = {}
+        self.waiting = False  # for the attention function to take the keys of the last update
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.batch_size = key_states.shape[0]
+        self.device = key_states.device
+        if isinstance(self.seen, Tensor):
+            self.seen = self.seen.to(self.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Count the new tokens and hand them on; `attend` takes them into the state."""
+        if self.waiting:
+            raise NotImplementedError(
+                "The keys of the last step never reached their mechanism, so this architecture cannot generate with the recurrent cache; "
+                "use generate(use_cache=False)."
+            )
+        if not self.is_initialized and not self.state:
+            self.lazy_initialization(key_states, value_states)
+        self.waiting = True
+        return key_states, value_states
+
+    def attend(
+        self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Attention of new queries to the past and to themselves. `key_mask` is of all tokens so far, or None."""
+        if not self.waiting:
+            raise NotImplementedError(
+                "This architecture calls attention more than once a layer (or shares keys between layers), which would corrupt a recurrent "
+                "state; use generate(use_cache=False)."
+            )
+        self.waiting = False
+        length = k.shape[2]
+        fresh = not self.is_initialized
+        if fresh:
+            dtype = torch.promote_types(v.dtype, torch.float32)
+            self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
+            self.is_initialized = True
+            if self.is_compileable and not torch.compiler.is_compiling():
+                for tensor in (*self.state.values(), self.seen):
+                    torch._dynamo.mark_static_address(tensor)
+        if key_mask is not None:
+            key_mask = key_mask.index_select(1, self.seen + torch.arange(length, device=k.device))
+        if isinstance(self.seen, Tensor):
+            self.seen.add_(length)
+        else:
+            self.seen += length
+        return mechanism.extend(q, k, v, self.state, key_mask=key_mask, scale=scale, fresh=fresh)
+
+    def get_seq_length(self) -> int:
+        return self.seen  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks cover the whole past, for the layers that stay softmax."""
+        return (int(self.seen) + query_length if self.static_length is None else self.static_length), 0
+
+    def get_max_length(self) -> int:
+        return -1 if self.static_length is None else self.static_length
+
+    def nbytes(self) -> int:
+        """Bytes held by the state."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
+
+    def reset(self) -> None:
+        for name, tensor in self.state.items():
+            tensor.fill_(-torch.inf) if name.endswith("log_scale") else tensor.zero_()
+        if isinstance(self.seen, Tensor):
+            self.seen.zero_()
+        else:
+            self.seen = 0
+        self.waiting = False
+
+    def _index(self, rows: Tensor) -> None:
+        for name, tensor in self.state.items():
+            chosen = tensor.index_select(0, rows.to(tensor.device))
+            if chosen.shape == tensor.shape:  # keep the address
+                tensor.copy_(chosen)
+            else:
+                self.state[name] = chosen
+        self.batch_size = len(rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._index(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._index(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state:
+            self._index(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        self.state = {name: tensor.to("cpu", non_blocking=True) for name, tensor in self.state.items()}
+
+    def prefetch(self) -> None:
+        if self.state:
+            self.state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.state.items()}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise NotImplementedError(_ROLLBACK)
+
+    def activate_past_recording(self) -> None:
+        raise NotImplementedError(_ROLLBACK)
+
+
+_ROLLBACK = (
+    "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
+    "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
+)
+
+
+def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Forward pre-hook of each self-attention module of a patched model."""
+    from .attention import NAME
+
+    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+    layer_idx = getattr(module, "layer_idx", None)
+    if cache is None or layer_idx is None or module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+        return None
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[layer_idx]
+    if getattr(module, "rf", None) is not None and not isinstance(layer, RecurrentLayer):
+        if module.training and type(layer) is DynamicLayer:
+            return None  # models that cache by default while training: nothing will be read from it
+        layer = cache.layers[layer_idx] = _recurrent_in_place_of(layer)
+    return args, {**kwargs, KEYWORD: layer}
+
+
+def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
+    if type(layer) not in (DynamicLayer, StaticLayer):
+        raise NotImplementedError(
+            f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default cache "
+            "(cache_implementation=None or 'static')."
+        )
+    if int(layer.get_seq_length()) > 0:
+        raise ValueError(
+            "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state cannot be made from it. "
+            "Start again without past_key_values."
+        )
+    return RecurrentLayer(static_length=layer.max_cache_len if isinstance(layer, StaticLayer) else None)
