@@ -1,4 +1,4 @@
-"""Everything runs offline, on one thread a worker, on models made here; what needs ../shared skips when it is absent."""
+"""Everything runs offline, on one thread a worker, on models made here."""
 
 import os
 

@@ -10,8 +10,7 @@ from variants import every_variant
 import hf_rfattn
 from hf_rfattn import FavorConfig, FmmConfig, HedgehogConfig, LinearConfig, MechanismConfig, RffConfig, build_mechanism
 from hf_rfattn.features import ConstantFeatures
-from hf_rfattn.mechanisms import LinearMechanism, mechanism_names, register_mechanism, resolve_config
-from hf_rfattn.mechanisms import base
+from hf_rfattn.mechanisms import LinearMechanism, base, mechanism_names, register_mechanism, resolve_config
 
 
 @every_variant

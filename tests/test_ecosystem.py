@@ -1,6 +1,9 @@
-"""Patched models in the hands of the ecosystem: checkpointing, compile, copies, dtypes, PEFT, Trainer, pipeline, accelerate."""
+"""Patched models in the hands of the ecosystem: checkpointing, compile, copies, dtypes, PEFT, Trainer, pipeline,
+accelerate.
+"""
 
 import copy
+import itertools
 import pickle
 import threading
 
@@ -91,7 +94,7 @@ def test_compile_fullgraph_equals_eager(family, variant, training):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["favor+", "fmm"])
 def test_inductor_code_equals_eager(variant):
-    """The default backend generates code of its own: one causal model, train and eval, for the two largest mechanisms."""
+    """The default backend generates code of its own: one causal model in training, the two largest mechanisms."""
     model = patch_model(tiny_llama(num_hidden_layers=1), variant).train()
     tokens = ids()
     out, expected = gradients(model, input_ids=tokens, use_cache=False)
@@ -208,7 +211,9 @@ def test_accelerate_prepare():
     accelerator = Accelerator(cpu=True)
     model = patch_model(classifier(), "favor+")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader([{"input_ids": ids(1, 20)[0], "labels": i % 2} for i in range(8)], batch_size=4)
+    loader = torch.utils.data.DataLoader(
+        [{"input_ids": ids(1, 20)[0], "labels": i % 2} for i in range(8)], batch_size=4
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
         loss = model(**batch).loss
@@ -294,7 +299,7 @@ def test_redraw_schedule(family, checkpointing):
     for _ in range(8):
         hidden(model, input_ids=ids(), use_cache=False).square().mean().backward()
         seen.append(projections(model))
-    assert [same(a, b) for a, b in zip(seen, seen[1:], strict=False)] == [True, True, False, True, True, False, True]
+    assert [same(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False, True, True, False, True]
     assert all(int(m.draws) == 2 and int(m.steps) == 2 for m in model.modules() if isinstance(m, RandomFeatures))
     twin = patch_model(MODELS[family](), "favor+", redraw_interval=3)
     assert same(projections(redraw(redraw(twin))), seen[-1]), "the draw depends on seed, layer and number alone"

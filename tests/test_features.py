@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from hf_rfattn import build_mechanism
-from hf_rfattn.features import KERNELS, EluFeatures, FourierFeatures, HedgehogFeatures, PositiveFeatures, TanhFeatures
-from hf_rfattn.features import draw_projection, hadamard_rotation, kernel_matrix
+from hf_rfattn.features import (
+    KERNELS,
+    EluFeatures,
+    FourierFeatures,
+    HedgehogFeatures,
+    PositiveFeatures,
+    TanhFeatures,
+    draw_projection,
+    hadamard_rotation,
+    kernel_matrix,
+)
 from hf_rfattn.features.projections import seeded_generator
 from hf_rfattn.ops import hadamard_matrix, walsh_hadamard_transform
 
@@ -176,8 +185,10 @@ def test_projection_rows_have_gaussian_norms(kind, rows, dim):
     w = draw_projection(kind, 300, rows, dim, seeded_generator(0))
     assert w.shape == (300, rows, dim)
     squares = w.square().sum(-1).flatten()
-    # |ω|² of a Gaussian has mean d and variance 2d; rows of one head are independent in norm. (Cut Hadamard rows vary a little less.)
-    assert abs(float(squares.mean()) - dim) < SIX_SIGMA * (2 * dim / len(squares)) ** 0.5 + (0.1 if kind == "hadamard" else 0)
+    # |ω|² of a Gaussian has mean d and variance 2d; rows of one head are independent in norm.
+    assert abs(float(squares.mean()) - dim) < SIX_SIGMA * (2 * dim / len(squares)) ** 0.5 + (
+        0.1 if kind == "hadamard" else 0
+    )
     if kind != "iid" and rows <= dim and not (kind == "hadamard" and dim & (dim - 1)):
         gram = w @ w.transpose(-1, -2)
         assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-6

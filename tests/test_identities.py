@@ -68,7 +68,9 @@ with torch.no_grad():
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(bool(torch.isfinite(out).all()), (after - before) // 1024)
 """
-    finite, megabytes = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    finite, megabytes = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert finite == "True"
     # scores of neighbouring tiles: 32768 · 3·32 · 2 heads · 4 bytes = 25 MB, and a few copies of that and of L·D
     assert int(megabytes) < 400

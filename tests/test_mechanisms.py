@@ -1,6 +1,7 @@
 """One suite over every registered mechanism, on q, k, v alone: the definition, masks, causality, numbers."""
 
 import copy
+import itertools
 import math
 import threading
 
@@ -16,7 +17,9 @@ D = 8
 
 def build(variant, heads=4, kv_heads=None, head_dim=D, dtype=torch.float64, **kwargs):
     name, options = variant
-    return build_mechanism(name, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **options, **kwargs).to(dtype)
+    return build_mechanism(name, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **options, **kwargs).to(
+        dtype
+    )
 
 
 def draw_qkv(length, batch=2, heads=4, kv_heads=None, dtype=torch.float64, k_length=None, size=1.0):
@@ -81,7 +84,9 @@ def test_padding_leaves_valid_outputs_alone(variant, side, causal):
     mechanism = build(variant, kv_heads=2)
     q, k, v = (x.requires_grad_() for x in draw_qkv(90, kv_heads=2))
     lengths = (90, 71)
-    key_mask = torch.stack([(torch.arange(90) >= 90 - n) if side == "left" else (torch.arange(90) < n) for n in lengths])
+    key_mask = torch.stack(
+        [(torch.arange(90) >= 90 - n) if side == "left" else (torch.arange(90) < n) for n in lengths]
+    )
     out = mechanism(q, k, v, key_mask=key_mask, causal=causal)
     for row, n in enumerate(lengths):
         keep = slice(90 - n, None) if side == "left" else slice(0, n)
@@ -182,7 +187,7 @@ def test_packed_rows_equal_separate_rows(variant, causal):
     for number, start in enumerate(bounds[:-1]):
         segments[:, start:] = number
     packed = mechanism(q, k, v, segments=segments, causal=causal)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         alone = mechanism(*(x[:, :, start:end] for x in (q, k, v)), causal=causal)
         torch.testing.assert_close(packed[:, :, start:end], alone)
 
@@ -195,7 +200,9 @@ def test_real_magnitudes(variant, dtype, causal):
     mechanism = build(variant, dtype=dtype)
     q, k, v = draw_qkv(100, dtype=torch.float32)
     largest = (q @ k.transpose(-1, -2) * D**-0.5).abs().max()
-    q, k, v = ((x * s).to(dtype).requires_grad_() for x, s in zip((q, k, v), [(100 / largest) ** 0.5] * 2 + [1], strict=True))
+    q, k, v = (
+        (x * s).to(dtype).requires_grad_() for x, s in zip((q, k, v), [(100 / largest) ** 0.5] * 2 + [1], strict=True)
+    )
     key_mask = torch.arange(100)[None] < torch.tensor([[100], [60]])
     out = mechanism(q, k, v, key_mask=key_mask, causal=causal)
     assert out.dtype == dtype and torch.isfinite(out).all()
@@ -230,7 +237,11 @@ def test_queries_of_the_last_positions(variant):
 
 @every_variant
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "padded"])
-@pytest.mark.parametrize("cuts", [[1] * 90, [90], [70] + [1] * 20, [3, 64, 1, 22], [1, 2, 87]], ids=["steps", "once", "prompt", "chunks", "late"])
+@pytest.mark.parametrize(
+    "cuts",
+    [[1] * 90, [90], [70] + [1] * 20, [3, 64, 1, 22], [1, 2, 87]],
+    ids=["steps", "once", "prompt", "chunks", "late"],
+)
 def test_extending_a_state_equals_one_call(variant, cuts, masked):
     mechanism = build(variant, kv_heads=2)
     q, k, v = draw_qkv(90, kv_heads=2)
@@ -243,7 +254,9 @@ def test_extending_a_state_equals_one_call(variant, cuts, masked):
     for length in cuts:
         part = slice(start, start + length)
         mask = None if key_mask is None else key_mask[:, part]
-        outs.append(mechanism.extend(*(x[:, :, part] for x in (q, k, v)), state, key_mask=mask, fresh=start == 0).detach())
+        outs.append(
+            mechanism.extend(*(x[:, :, part] for x in (q, k, v)), state, key_mask=mask, fresh=start == 0).detach()
+        )
         start += length
     torch.testing.assert_close(torch.cat(outs, dim=2), whole)
     assert addresses == {name: x.data_ptr() for name, x in state.items()}
@@ -253,7 +266,9 @@ def test_extending_a_state_equals_one_call(variant, cuts, masked):
 
 @every_variant
 def test_extending_gives_gradients_to_the_new_tokens(variant):
-    """From an empty state, one call in training equals plain causal attention, gradients too (GPT-2 caches in training)."""
+    """From an empty state, one call in training equals plain causal attention, gradients too (GPT-2 caches in
+    training).
+    """
     mechanism = build(variant)
     leaves = [x.requires_grad_() for x in draw_qkv(70)] + list(mechanism.parameters())
     state = mechanism.new_state(2, D, torch.float64, "cpu")
@@ -265,7 +280,8 @@ def test_extending_gives_gradients_to_the_new_tokens(variant):
         outs = mechanism.extend(*new, state, fresh=fresh), mechanism(*new, causal=True)
         torch.testing.assert_close(*outs)
         for a, b in zip(
-            *(torch.autograd.grad(o, leaves, cotangent[:, :, :length], materialize_grads=True) for o in outs), strict=True
+            *(torch.autograd.grad(o, leaves, cotangent[:, :, :length], materialize_grads=True) for o in outs),
+            strict=True,
         ):
             torch.testing.assert_close(a, b)
 

@@ -216,7 +216,8 @@ def test_a_bad_argument_leaves_the_model_untouched(attention, keywords, message,
 
 def tiny_bart():
     config = BartConfig(
-        vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4,
         encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
     )  # fmt: skip
     return BartModel(config).eval()

@@ -1,7 +1,7 @@
 """Feature maps φ with φ(x)ᵀφ(y) standing for the attention kernel, computed in log space (`ops.Features`).
 
-A map sees queries and keys that already carry the square root of the model's scale. Random projections are one a key head, so
-that grouped query heads share the projection of the keys they meet.
+A map sees queries and keys that already carry the square root of the model's scale. Random projections are one a key
+head, so that grouped query heads share the projection of the keys they meet.
 """
 
 import math
@@ -37,7 +37,9 @@ class FeatureMap(nn.Module):
     scale_per_feature: bool = True  # whether Features.log has a column for each feature, or one for all
 
     def floor(self) -> Tensor | float | None:
-        """For signed maps, the least magnitude of the denominator a visible key (one, or `[Hkv]`); None for positive maps."""
+        """For signed maps, the least magnitude of the denominator a visible key (one, or `[Hkv]`); None for positive
+        maps.
+        """
         return None
 
     def multiply_adds(self) -> int:
@@ -102,7 +104,9 @@ class HedgehogFeatures(FeatureMap):
 
 
 class RandomFeatures(FeatureMap):
-    """A map with random buffers, drawn from (seed, layer, …, number of the draw); subclasses end `__init__` with `draw()`."""
+    """A map with random buffers, drawn from (seed, layer, …, number of the draw); subclasses end `__init__` with
+    `draw()`.
+    """
 
     projection: Tensor  # [Hkv, rows, D]
     draws: Tensor  # how many times it was redrawn
@@ -129,7 +133,8 @@ class RandomFeatures(FeatureMap):
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         """New values of the random buffers."""
-        return {"projection": draw_projection(self.kind, *self.projection.shape, generator, self.hadamard_blocks)}
+        heads, rows, dim = self.projection.shape
+        return {"projection": draw_projection(self.kind, heads, rows, dim, generator, self.hadamard_blocks)}
 
     @torch.no_grad()
     def draw(self) -> None:
@@ -227,9 +232,9 @@ class ReluFeatures(PositiveFeatures):
 class FourierFeatures(RandomFeatures):
     """Random Fourier features of a shift-invariant kernel: signed.
 
-    `form="sincos"`: φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx] with R = num_features / 2 frequencies; `form="cos"`: φ(x) = (2/M)^(1/2) cos(ωᵀx + b),
-    b uniform on [0, 2π]. With `normalize_qk`, x becomes τ^(1/2) x/|x|, τ learned per key head; without it the Gaussian kernel gets the
-    factors exp(|x|²/2) exp(|y|²/2) that make it exp(xᵀy).
+    `form="sincos"`: φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx] with R = num_features / 2 frequencies; `form="cos"`: φ(x) =
+    (2/M)^(1/2) cos(ωᵀx + b), b uniform on [0, 2π]. With `normalize_qk`, x becomes τ^(1/2) x/|x|, τ learned per key
+    head; without it the Gaussian kernel gets the factors exp(|x|²/2) exp(|y|²/2) that make it exp(xᵀy).
     """
 
     positive = False
@@ -288,8 +293,12 @@ class FourierFeatures(RandomFeatures):
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor | float:
-        """With unit queries and keys, the least the exact kernel can be (at distance 2 τ^(1/2)), or what noise cannot resolve."""
+        """With unit queries and keys, the least the exact kernel can be (at distance 2 τ^(1/2)), or what noise cannot
+        resolve.
+        """
         if not self.normalize_qk:
             return SIGNED_FLOOR
-        temperature = torch.exp(self.log_temperature.detach().to(torch.promote_types(self.log_temperature.dtype, torch.float32)))
+        temperature = torch.exp(
+            self.log_temperature.detach().to(torch.promote_types(self.log_temperature.dtype, torch.float32))
+        )
         return KERNELS[self.kernel].least(4 * temperature, self.projection.shape[-1]).clamp(min=SIGNED_FLOOR)

@@ -1,7 +1,8 @@
 """Random projections ω for feature maps: independent, orthogonal, or Hadamard-Rademacher rows.
 
-All three have rows with the norms of a Gaussian's, so that they differ only in how the directions repel each other. Draws
-use a private generator on the CPU in float64: the same on every device and rank, and the global RNG is left alone.
+All three have rows with the norms of a Gaussian's, so that they differ only in how the directions repel each other.
+Draws use a private generator on the CPU in float64: the same on every device and rank, and the global RNG is left
+alone.
 """
 
 from typing import Literal, get_args

@@ -1,4 +1,6 @@
-"""The attention function registered with transformers: q, k, v in, the layer's mechanism (or softmax) applied, output out."""
+"""The attention function registered with transformers: q, k, v in, the layer's mechanism (or softmax) applied, output
+out.
+"""
 
 from typing import Any
 
@@ -6,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import StaticLayer
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import KEYWORD, RecurrentLayer
@@ -38,12 +39,10 @@ def rf_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of one layer: `[B, H, L, D]` in, `[B, L, H, D]` out.
 
-    Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in linear attention
-    and is applied only there.
+    Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in
+    linear attention and is applied only there.
     """
     cache_layer = kwargs.pop(KEYWORD, None)
-    if isinstance(kwargs.get("cache"), PagedAttentionCache):
-        raise NotImplementedError("Patched models do not support continuous batching (generate_batch); use generate().")
     mechanism = getattr(module, "rf", None)
     if mechanism is None:
         _check_patched(module)
@@ -51,7 +50,8 @@ def rf_attention_forward(
     for name, reason in _INEXPRESSIBLE.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot express. "
+                f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot "
+                "express. "
                 "Leave this layer out: patch_model(model, ..., layers=...)."
             )
     if isinstance(cache_layer, RecurrentLayer):
@@ -80,8 +80,10 @@ def _pattern(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None,
         return Pattern(None, None, bool(causal) and query.shape[2] > 1)
     if mask.dtype.is_floating_point or mask.ndim != 4 or mask.shape[2] != 1:
         raise NotImplementedError(
-            f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}. Linear attention can hide keys "
-            "(a 2D padding mask), keep causality and keep packed sequences apart (position_ids that restart), but not an arbitrary mask "
+            f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}. Linear "
+            "attention can hide keys "
+            "(a 2D padding mask), keep causality and keep packed sequences apart (position_ids that restart), but "
+            "not an arbitrary mask "
             "of pairs. Pass a 2D attention_mask, or leave this layer softmax: patch_model(model, ..., layers=...)."
         )
     return Pattern(mask[:, 0, 0, :k_length].expand(batch, -1), None, False)
@@ -93,7 +95,8 @@ def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None) -> Tensor | 
         return None
     if not is_compact(mask) or mask.shape[2] != 2 or mask.dtype != torch.uint8:
         raise NotImplementedError(
-            f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; a recurrent state needs a 2D attention_mask."
+            f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; a recurrent "
+            "state needs a 2D attention_mask."
         )
     return read_pattern(mask, key.shape[0], mask.shape[3]).key_mask
 
@@ -106,15 +109,14 @@ def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwa
             start = cache_layer.get_seq_length() - query.shape[2]
         mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device, start)
         kwargs = {**kwargs, "is_causal": pattern.causal}
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-    )
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def _check_patched(module: nn.Module) -> None:
     if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
         raise ValueError(
-            f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has no mechanism. "
+            f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has "
+            "no mechanism. "
             "Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
         )
 

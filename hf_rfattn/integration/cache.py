@@ -1,7 +1,8 @@
 """Generation with constant memory: a cache layer that holds a mechanism's state instead of all keys and values.
 
-A forward pre-hook of each attention module puts it into the cache that `generate` made, before the model's `cache.update` runs, and hands it on to the
-attention function as a keyword. The model is left without any state, so threads and torch.compile see nothing but the cache itself.
+A forward pre-hook of each attention module puts it into the cache that `generate` made, before the model's
+`cache.update` runs, and hands it on to the attention function as a keyword. The model is left without any state, so
+threads and torch.compile see nothing but the cache itself.
 """
 
 from typing import Any
@@ -23,7 +24,9 @@ class RecurrentLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, static_length: int | None = None):
-        """`static_length`: of the static layer it stands for; the count of tokens is then a tensor, as torch.compile wants it."""
+        """`static_length`: of the static layer it stands for; the count of tokens is then a tensor, as torch.compile
+        wants it.
+        """
         super().__init__()
         self.static_length = static_length
         self.is_compileable = static_length is not None
@@ -41,7 +44,8 @@ class RecurrentLayer(CacheLayerMixin):
         """Count the new tokens and hand them on; `attend` takes them into the state."""
         if self.waiting:
             raise NotImplementedError(
-                "The keys of the last step never reached their mechanism, so this architecture cannot generate with the recurrent cache; "
+                "The keys of the last step never reached their mechanism, so this architecture cannot generate with "
+                "the recurrent cache; "
                 "use generate(use_cache=False)."
             )
         if not self.is_initialized and not self.state:
@@ -55,7 +59,8 @@ class RecurrentLayer(CacheLayerMixin):
         """Attention of new queries to the past and to themselves. `key_mask` is of all tokens so far, or None."""
         if not self.waiting:
             raise NotImplementedError(
-                "This architecture calls attention more than once a layer (or shares keys between layers), which would corrupt a recurrent "
+                "This architecture calls attention more than once a layer (or shares keys between layers), which "
+                "would corrupt a recurrent "
                 "state; use generate(use_cache=False)."
             )
         self.waiting = False
@@ -164,12 +169,14 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise NotImplementedError(
-            f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default cache "
+            f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default "
+            "cache "
             "(cache_implementation=None or 'static')."
         )
     if int(layer.get_seq_length()) > 0:
         raise ValueError(
-            "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state cannot be made from it. "
+            "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state "
+            "cannot be made from it. "
             "Start again without past_key_values."
         )
     return RecurrentLayer(static_length=layer.max_cache_len if isinstance(layer, StaticLayer) else None)

@@ -1,6 +1,7 @@
 """What attention modules cost by length, in multiply-adds and in bytes, beside the softmax they replace.
 
-These are counts, not measurements: they say from which length on a mechanism has less to do, not from which length it is faster.
+These are counts, not measurements: they say from which length on a mechanism has less to do, not from which length it
+is faster.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,6 @@ import torch
 from ..mechanisms import Mechanism
 from .discovery import AttentionSite
 
-_STATE_BYTES = 4  # features and their sums are float32 whatever the dtype of the model
 _LONGEST = 2**40
 
 
@@ -19,8 +19,9 @@ _LONGEST = 2**40
 class AttentionCost:
     """Cost of one attention module on one sequence; memory in bytes.
 
-    Causal: what generation must keep after `length` tokens, against the key and value cache of softmax. Bidirectional: features (and scores
-    within the band) of all tokens, against the matrix of scores, which fused kernels compute in pieces and never store as a whole.
+    Causal: what generation must keep after `length` tokens, against the key and value cache of softmax. Bidirectional:
+    features (and scores within the band) of all tokens, against the matrix of scores, which fused kernels compute in
+    pieces and never store as a whole.
     """
 
     length: int
@@ -42,26 +43,29 @@ def attention_cost(
     (33554432, 532480)
     """
     heads, kv_heads, head_dim = mechanism.num_heads, mechanism.num_kv_heads, mechanism.head_dim
-    features = mechanism.num_features
-    bandwidth = getattr(mechanism.config, "bandwidth", None)
-    global_tokens = getattr(mechanism.config, "global_tokens", 0)
-    key_and_value = 2 * head_dim * dtype.itemsize
     if causal:
-        softmax_memory = kv_heads * length * key_and_value
-        state = features * (head_dim + 2) * _STATE_BYTES  # S, z and an offset a feature
-        window = 0 if bandwidth is None else min(length, bandwidth + global_tokens)
-        memory = kv_heads * (state + window * key_and_value)
+        softmax_memory = kv_heads * length * 2 * head_dim * dtype.itemsize
+        memory = state_bytes(mechanism, dtype)
     else:
         softmax_memory = heads * length * length * dtype.itemsize
-        near = 0 if bandwidth is None else min(length, 2 * (bandwidth + global_tokens) + 1)
-        memory = length * ((heads + kv_heads) * features + heads * near) * _STATE_BYTES
+        bandwidth = getattr(mechanism.config, "bandwidth", None)
+        globals_ = getattr(mechanism.config, "global_tokens", 0)
+        near = 0 if bandwidth is None else min(length, 2 * (bandwidth + globals_) + 1)
+        memory = length * ((heads + kv_heads) * mechanism.num_features + heads * near) * torch.float32.itemsize
     return AttentionCost(
         length=length,
         multiply_adds=heads * mechanism.multiply_adds(length, causal),
-        softmax_multiply_adds=heads * 2 * length * length * head_dim,
+        softmax_multiply_adds=heads * head_dim * length * (length + 1 if causal else 2 * length),
         memory=memory,
         softmax_memory=softmax_memory,
     )
+
+
+def state_bytes(mechanism: Mechanism, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes that generation keeps of one sequence, however long: those of the mechanism's state, float32 or more."""
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    state = mechanism.new_state(1, mechanism.head_dim, state_dtype, "meta")
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:

@@ -25,7 +25,7 @@ _SOURCE_REFUSALS = (
 # The mask that the attention function gets in a patched model is no matrix of pairs (see masks.py). Modules beside the attention that read
 # the mask themselves would read it wrongly, without an error; models that make masks of pairs by themselves have none that can be expressed.
 _READS_MASK = re.compile(
-    r"(scores|weights) \+ attention_mask|(?<!key_padding_mask=)~attention_mask|attn_mask=attention_mask\b"
+    r"(scores|weights) \+ attention_mask|(?<!key_padding_mask=)~attention_mask|attn_mask=attention_mask\b|attn_mask_penalty"
 )
 _MAKES_MASK = re.compile(
     r"\b(generate_block_attention_mask|_prepare_aspect_ratio_attention_mask|_make_causal_mask|attn_mask_probs)\b|"
@@ -88,11 +88,13 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
         cls, source = type(module), _source(type(module))
         owner = _owner(name, owners)
         if module is owner and _MAKES_MASK.search(source):
-            reasons[id(owner.config)] = f"{cls.__name__} makes an attention mask of pairs of its own"
+            reasons[id(owner.config)] = f"its model makes an attention mask of pairs of its own ({cls.__name__})"
         elif module is not owner and not uses_interface(cls) and _READS_MASK.search(source):
-            reasons[id(owner.config)] = f"its model also has {cls.__name__}, which reads the attention mask by itself"
+            reasons[id(owner.config)] = (
+                f"another module of its model reads the attention mask by itself ({cls.__name__})"
+            )
         elif cls.__name__.endswith("RelativePositionBias"):  # beit, where a config asks for it
-            reasons[id(owner.config)] = "its model adds a relative position bias to the scores"
+            reasons[id(owner.config)] = "it adds a relative position bias to its scores"
     return reasons
 
 
@@ -161,7 +163,9 @@ def _first(module: nn.Module, *names: str) -> int | None:
 
 
 def _layer_config(module: nn.Module) -> Any:
-    """The config of one layer; where layers differ (gemma4) transformers raises when the whole config is asked for their sizes."""
+    """The config of one layer; where layers differ (gemma4) transformers raises when the whole config is asked for
+    their sizes.
+    """
     config, index = module.config, getattr(module, "layer_idx", None)
     if getattr(config, "is_heterogeneous", False) and isinstance(index, int):
         return config.per_layer_config[index]  # type: ignore[union-attr, index]

@@ -1,9 +1,10 @@
 """How far a patched attention is from the softmax it replaces, measured on the user's own batch; and calibration on it.
 
-Both let the batch through the model with softmax outputs put in place of the mechanism's, so that every layer is judged on the q, k, v of the
-original model and not on the errors of the layers below.
+Both let the batch through the model with softmax outputs put in place of the mechanism's, so that every layer is
+judged on the q, k, v of the original model and not on the errors of the layers below.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,10 @@ class AttentionError:
     def __str__(self) -> str:
         width = max(len("layer"), *map(len, self.layers))
         kind = max(len("attention"), *map(len, self.mechanisms))
-        lines = [f"{'layer':<{width}}  {'attention':<{kind}}  {'error':>6}  {'heads: best':>11}  {'worst':>6}  {'average':>7}"]
+        lines = [
+            f"{'layer':<{width}}  {'attention':<{kind}}  {'error':>6}  {'heads: best':>11}  {'worst':>6}  "
+            f"{'average':>7}"
+        ]
         for i, layer in enumerate(self.layers):
             heads = self.heads[i]
             lines.append(
@@ -62,7 +66,9 @@ class AttentionError:
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for i, heads in enumerate(self.heads):
-            axes.scatter([i] * len(heads), heads, s=14, color="tab:blue", alpha=0.4, label="each head" if i == 0 else None)
+            axes.scatter(
+                [i] * len(heads), heads, s=14, color="tab:blue", alpha=0.4, label="each head" if i == 0 else None
+            )
         axes.plot(self.overall, marker="o", color="tab:blue", label="layer")
         axes.plot(self.average, marker="x", linestyle="--", color="tab:gray", label="average (no attention)")
         axes.set(xlabel="layer", ylabel="relative error of the attention output", ylim=(0, None))
@@ -73,12 +79,11 @@ class AttentionError:
         return figure
 
 
-Observer = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any], Tensor], None]
-
-
 @contextmanager
 def softmax_in_place(model: nn.Module, observe: Callable[..., None]):
-    """While open, every patched layer gives softmax outputs, and `observe(mechanism, qkv, masks, softmax, output)` sees both."""
+    """While open, every patched layer gives softmax outputs, and `observe(mechanism, qkv, masks, softmax, output)`
+    sees both.
+    """
 
     def hook(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         exact = softmax_attention(*args, **kwargs)
@@ -95,10 +100,16 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None]):
 
 def _run(model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None]) -> None:
     if not isinstance(batch, Mapping):
-        raise ValueError(f"batch must be the model's keyword arguments, as a tokenizer returns them, not {type(batch).__name__}.")
+        raise ValueError(
+            f"batch must be the model's keyword arguments, as a tokenizer returns them, not {type(batch).__name__}."
+        )
     training = model.training
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = (
+            False  # with a cache a decoder goes through its state, not through the call that is observed
+        )
     model.eval()
     try:
         with torch.no_grad(), softmax_in_place(model, observe):
@@ -110,7 +121,8 @@ def _run(model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None
 def attention_error(model: nn.Module, batch: Mapping[str, Any]) -> AttentionError:
     """Error of each patched layer and head against the softmax it replaces, on one batch (what a tokenizer returns).
 
-    Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does worse than no attention.
+    Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does
+    worse than no attention.
     """
     names = {id(m): s.name for s in find_attention(model) for m in s.module.modules() if isinstance(m, Mechanism)}
     if not names:
@@ -161,7 +173,8 @@ def attention_error(model: nn.Module, batch: Mapping[str, Any]) -> AttentionErro
 def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
     """Measure, on one batch, the statistic of queries and keys that `variance="optimal"` needs; returns the model.
 
-    It is stored with the weights, so a calibrated model stays calibrated when saved. Features are unbiased before and after.
+    It is stored with the weights, so a calibrated model stays calibrated when saved. Features are unbiased before and
+    after.
     """
     maps = [m for m in model.modules() if isinstance(m, PositiveFeatures) and m.optimal]
     if not maps:

@@ -1,9 +1,10 @@
 """How padding, packing and causality travel from the model to the attention function: in one small integer tensor.
 
-transformers builds its masks once a forward pass and hands the result to every layer. The mask function registered here never builds
-an L × L matrix. It answers with a tensor `[B or 1, 1, R, Lk or 1]`: uint8 for padding (1 = the key exists) or int32 for packing
-(number of the key's sequence); R = 1 for bidirectional and R = 2 for causal attention. Models only hand it on or cut its last dimension. Patterns that
-features cannot express (sliding windows, overlays) become ordinary boolean masks, for the layers that stay softmax; a patched layer refuses them.
+transformers builds its masks once a forward pass and hands the result to every layer. The mask function registered
+here never builds an L × L matrix. It answers with a tensor `[B or 1, 1, R, Lk or 1]`: uint8 for padding (1 = the key
+exists) or int32 for packing (number of the key's sequence); R = 1 for bidirectional and R = 2 for causal attention.
+Models only hand it on or cut its last dimension. Patterns that features cannot express (sliding windows, overlays)
+become ordinary boolean masks, for the layers that stay softmax; a patched layer refuses them.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ def rf_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Any = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -44,7 +45,7 @@ def rf_mask(
         causal, row = True, _segments(mask_function, batch_size, kv_length, device)
     else:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return masking_utils.sdpa_mask(
+        return masking_utils.sdpa_mask(  # type: ignore[return-value]  # not None, with both skips off
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
         )
     return row.expand(-1, -1, 2 if causal else 1, -1)
@@ -53,15 +54,16 @@ def rf_mask(
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int, device: torch.device | str) -> Tensor:
     if attention_mask is None:
         return torch.ones(1, 1, 1, 1, dtype=torch.uint8, device=device)
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    padding: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
 
 
 def _segments(mask_function: Any, batch_size: int, kv_length: int, device: torch.device | str) -> Tensor:
     """Numbers of packed sequences, found by asking whether each position may see the one before it.
 
-    Without an overlay (`use_vmap`) or a window (`local_size`), transformers joins two masks by "and" only for packed rows: causality and
-    equality of sequence. Asking, unlike looking into the closure, also works while torch.compile traces.
+    Without an overlay (`use_vmap`) or a window (`local_size`), transformers joins two masks by "and" only for packed
+    rows: causality and equality of sequence. Asking, unlike looking into the closure, also works while torch.compile
+    traces.
     """
     batch = torch.arange(batch_size, device=device)[:, None]
     position = torch.arange(kv_length, device=device)[None, :]
@@ -88,8 +90,8 @@ def read_pattern(mask: Tensor, batch: int, k_length: int) -> Pattern:
 def dense_mask(
     pattern: Pattern, q_length: int, k_length: int, device: torch.device, start: int | Tensor | None = None
 ) -> Tensor | None:
-    """The same as a boolean mask for sdpa; None where `is_causal` alone says it. `start`: position of the first query, by default such
-    that the last one stands at the last key."""
+    """The same as a boolean mask for sdpa; None where `is_causal` alone says it. `start`: position of the first query,
+    by default such that the last one stands at the last key."""
     if start is not None and pattern.causal:  # a static cache, with room behind its last key
         seen = torch.arange(k_length, device=device) <= start + torch.arange(q_length, device=device)[:, None]
         return seen[None, None] if pattern.key_mask is None else seen & pattern.key_mask[:, None, None, :]

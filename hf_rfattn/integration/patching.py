@@ -33,13 +33,14 @@ def patch_model(
 ) -> M:
     """Replace the softmax attention of a pretrained model, in place, and return the model.
 
-    `attention`: a name ("favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"), a config such as `FmmConfig(bandwidth=64)`, or a mapping from
-    layers (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax" leaves a layer alone. `layers`: which layers to patch (all by default);
-    the others keep exact softmax. `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws. Further keywords are options of
-    the mechanism. Patching again replaces what was there. Any error leaves the model as it was.
+    `attention`: a name ("favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"), a config such as
+    `FmmConfig(bandwidth=64)`, or a mapping from layers (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax"
+    leaves a layer alone. `layers`: which layers to patch (all by default); the others keep exact softmax.
+    `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws. Further keywords
+    are options of the mechanism. Patching again replaces what was there. Any error leaves the model as it was.
 
     >>> from transformers import BertConfig, BertModel
-    >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     >>> model = patch_model(BertModel(tiny), "favor+", num_features=16)
     >>> model.encoder.layer[0].attention.self.rf.config.num_features
     16
@@ -64,7 +65,7 @@ def patch_model(
     for site in sites:
         if id(site.module.config) in patched_configs:
             if "rf" not in site.module._modules:
-                site.module.rf = None  # softmax, and known to be meant so
+                site.module.rf = None  # type: ignore[assignment]  # softmax, and known to be meant so
             if not site.cross:
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
     for owner in _owners(model, plan):
@@ -78,7 +79,7 @@ def patch_model(
 
 
 def unpatch_model(model: M) -> M:
-    """Softmax again, outputs and `state_dict` bit for bit what they were; does nothing to a model that is not patched."""
+    """Softmax again, outputs and `state_dict` bit for bit what they were; an unpatched model is left alone."""
     for module in model.modules():
         if uses_interface(type(module)) and hasattr(module, "rf"):
             del module.rf
@@ -104,7 +105,8 @@ def refuse_attention_outputs(module: nn.Module, args: tuple, kwargs: dict[str, A
         return
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions=True: linear attention has no L × L matrix of weights to return. Use model.set_attn_implementation('eager') for "
+            "output_attentions=True: linear attention has no L × L matrix of weights to return. Use "
+            "model.set_attn_implementation('eager') for "
             "softmax weights, or mechanism.attention_weights(q, k) on one layer."
         )
     if kwargs.get("head_mask") is not None:
@@ -115,7 +117,8 @@ def _check_ready(model: nn.Module, sites: list[AttentionSite]) -> None:
     for site in sites:
         if getattr(site.module.config, "output_attentions", False):
             raise ValueError(
-                "config.output_attentions is True, but linear attention has no matrix of weights to return; set it to False first."
+                "config.output_attentions is True, but linear attention has no matrix of weights to return; set it "
+                "to False first."
             )
         existing = getattr(site.module, "rf", None)
         if existing is not None and getattr(site.module.config, SPEC, None) is None:
@@ -171,7 +174,10 @@ def _by_layer(
 def _plan(
     sites: list[AttentionSite], by_layer: dict[int, MechanismConfig], explicit: bool, cross: bool
 ) -> list[tuple[AttentionSite, MechanismConfig]]:
-    """The modules to patch. Those that cannot be expressed are refused, or left softmax when they were not asked for by number."""
+    """The modules to patch.
+
+    Those that cannot be expressed are refused, or left softmax when they were not asked for by number.
+    """
     wanted = [s for s in sites if s.index in by_layer and (cross or not s.cross)]
     refused = [s for s in wanted if s.refusal]
     plan = [(s, by_layer[s.index]) for s in wanted if not s.refusal]
@@ -185,7 +191,8 @@ def _plan(
     for site, config in plan:
         if site.cross and not mechanism_class(config).handles_cross_attention:
             raise ValueError(
-                f"{config.name!r} has a band around the diagonal, which means nothing in cross-attention ({site.name}); "
+                f"{config.name!r} has a band around the diagonal, which means nothing in cross-attention "
+                f"({site.name}); "
                 "leave cross_attention=False or choose a mechanism without a band."
             )
     if refused:

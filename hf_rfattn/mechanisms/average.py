@@ -12,7 +12,7 @@ from .base import LinearMechanism, MechanismConfig, register_mechanism
 
 @dataclass(frozen=True)
 class AverageConfig(MechanismConfig):
-    """"average" has no options."""
+    """ "average" has no options."""
 
 
 class AverageAttention(LinearMechanism):

@@ -1,6 +1,7 @@
 """A control: the near field alone, softmax over the keys within a band around the query.
 
-out_i = softmax over |i - j| ≤ W of (x_iᵀy_j) · v_j, in O(L·W); the near field of FMMformer and the whole of sliding-window attention.
+out_i = softmax over |i - j| ≤ W of (x_iᵀy_j) · v_j, in O(L·W); the near field of FMMformer and the whole of
+sliding-window attention.
 """
 
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from .base import Mechanism, MechanismConfig, check_at_least, register_mechanism
 class BandConfig(MechanismConfig):
     """Options of "band".
 
-    `bandwidth`: keys at this distance or less are seen. `global_tokens`: so many keys at the start of each sequence (and at its end, unless causal)
-    are seen by every query.
+    `bandwidth`: keys at this distance or less are seen. `global_tokens`: so many keys at the start of each sequence
+    (and at its end, unless causal) are seen by every query.
     """
 
     bandwidth: int = 32
@@ -36,7 +37,9 @@ class BandAttention(Mechanism):
     config: BandConfig
 
     def attend(self, x, y, v, key_mask, causal, segments):
-        return normalise(near_field(x, y, v, self.config.bandwidth, self.config.global_tokens, key_mask, causal, segments))
+        return normalise(
+            near_field(x, y, v, self.config.bandwidth, self.config.global_tokens, key_mask, causal, segments)
+        )
 
     def new_state(self, batch, value_dim, dtype, device):
         return Window.new(self, self.config.bandwidth, self.config.global_tokens, batch, value_dim, dtype, device)
@@ -47,7 +50,9 @@ class BandAttention(Mechanism):
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
-        near = near_pairs(x.shape[2], y.shape[2], config.bandwidth, config.global_tokens, key_mask, causal, segments, x.device)
+        near = near_pairs(
+            x.shape[2], y.shape[2], config.bandwidth, config.global_tokens, key_mask, causal, segments, x.device
+        )
         return masked_softmax(x @ repeat_heads(y, x.shape[1]).transpose(-1, -2), near)
 
     def multiply_adds(self, length, causal):
@@ -82,7 +87,9 @@ def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, s
 
 
 class Window:
-    """The near field of new tokens in generation: the last W keys and values, and the global ones, before and after them."""
+    """The near field of new tokens in generation: the last W keys and values, and the global ones, before and after
+    them.
+    """
 
     def __init__(
         self,
@@ -96,7 +103,9 @@ class Window:
     ):
         self.bandwidth, self.global_tokens, self.fresh = bandwidth, global_tokens, fresh
         self.length = y.shape[2]
-        visible = torch.ones(y.shape[0], self.length, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
+        visible = (
+            torch.ones(y.shape[0], self.length, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
+        )
         # Window and new tokens together, `[B, Hkv, W + L, D]`: the first L of them leave the window.
         self.keys = torch.cat([state["window_keys"], y], dim=2)
         self.values = torch.cat([state["window_values"], v], dim=2)
@@ -150,8 +159,10 @@ class Window:
         if self.length == 1:
             band = exact_attention(x, self.keys, self.values, self.visible[:, None])
         elif self.fresh:
-            new = (z[:, :, self.bandwidth :] for z in (self.keys, self.values))
-            band = banded_attention(x, *new, self.bandwidth, key_mask=self.visible[:, self.bandwidth :], causal=True)
+            keys, values = (z[:, :, self.bandwidth :] for z in (self.keys, self.values))
+            band = banded_attention(
+                x, keys, values, self.bandwidth, key_mask=self.visible[:, self.bandwidth :], causal=True
+            )
         else:
             band = banded_attention(
                 self.aligned(x), self.keys, self.values, self.bandwidth, key_mask=self.visible, causal=True

@@ -18,6 +18,7 @@ from ..ops import (
     allowed_pairs,
     combine,
     linear_attention,
+    linear_multiply_adds,
     merge,
     normalise,
     normalised_weights,
@@ -129,8 +130,12 @@ class Mechanism(nn.Module):
         """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`."""
         raise NotImplementedError
 
-    def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
-        """Tensors, each with the batch first and of a fixed size, that hold all a causal query needs to know of the past."""
+    def new_state(
+        self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> dict[str, Tensor]:
+        """Tensors, each with the batch first and of a fixed size, that hold all a causal query needs to know of the
+        past.
+        """
         raise NotImplementedError
 
     def attend_after(
@@ -140,7 +145,9 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def multiply_adds(self, length: int, causal: bool) -> int:
-        """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim)."""
+        """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim, half of it if
+        causal).
+        """
         raise NotImplementedError
 
     @property
@@ -161,8 +168,9 @@ class Mechanism(nn.Module):
     ) -> Tensor:
         """Attention of queries `[B, H, Lq, D]` over keys and values `[B, Hkv, Lk, D]` → `[B, H, Lq, Dv]`.
 
-        `key_mask` `[B, Lk]`: True for keys that exist. `causal`: the last query stands at the last key. `scale`: of the scores,
-        1/sqrt(D) by default. `segments` `[B, L]`: numbers of packed sequences, each contiguous, that must not see each other.
+        `key_mask` `[B, Lk]`: True for keys that exist. `causal`: the last query stands at the last key. `scale`: of
+        the scores, 1/sqrt(D) by default. `segments` `[B, L]`: numbers of packed sequences, each contiguous, that must
+        not see each other.
         """
         x, y, v, key_mask, segments = self._prepare(q, k, v, key_mask, causal, scale, segments)
         ahead = y.shape[2] - x.shape[2]
@@ -185,10 +193,12 @@ class Mechanism(nn.Module):
         scale: float | None = None,
         fresh: bool = False,
     ) -> Tensor:
-        """Causal attention of the next tokens of sequences whose past is in `state` (from `new_state`), which is updated in place.
+        """Causal attention of the next tokens of sequences whose past is in `state` (from `new_state`), which is
+        updated in place.
 
-        However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]` is of the new
-        keys. `fresh` promises an empty state and saves reading it. Gradients reach the new tokens, not the past.
+        However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]`
+        is of the new keys. `fresh` promises an empty state and saves reading it. Gradients reach the new tokens, not
+        the past.
 
         >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)
         >>> q = k = v = torch.randn(1, 2, 5, 8)
@@ -246,14 +256,17 @@ def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, segments) -> 
     if v.shape[2] != k_length:
         raise ValueError(f"There are {k_length} keys but {v.shape[2]} values.")
     if key_mask is not None and tuple(key_mask.shape) != (q.shape[0], k_length):
-        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}; it must be [B, Lk] = [{q.shape[0]}, {k_length}].")
+        raise ValueError(
+            f"key_mask has shape {tuple(key_mask.shape)}; it must be [B, Lk] = [{q.shape[0]}, {k_length}]."
+        )
     if segments is not None and (q_length != k_length or tuple(segments.shape) != (q.shape[0], k_length)):
         raise ValueError(f"segments {tuple(segments.shape)} need as many queries as keys, shape [B, L].")
     if causal and q_length > k_length:
         raise ValueError(f"Causal attention of {q_length} queries needs at least as many keys, not {k_length}.")
     if not causal and q_length != k_length and not mechanism.handles_cross_attention:
         raise ValueError(
-            f"{mechanism.config.name!r} has a band around the diagonal, which means nothing between {q_length} queries and {k_length} keys."
+            f"{mechanism.config.name!r} has a band around the diagonal, which means nothing between {q_length} "
+            f"queries and {k_length} keys."
         )
 
 
@@ -322,8 +335,12 @@ class LinearMechanism(Mechanism):
         return per_head.repeat_interleave(self.num_heads // len(per_head))[:, None, None]
 
     def multiply_adds(self, length, causal):
-        features = self.feature_map.num_features
-        return 2 * length * (self.feature_map.multiply_adds() + features * (self.head_dim + 1))
+        return self.far_multiply_adds(length, causal)
+
+    def far_multiply_adds(self, length: int, causal: bool, outside: int | None = None) -> int:
+        """The same where a near field takes the keys at distance `outside` or less."""
+        products = linear_multiply_adds(length, self.feature_map.num_features, self.head_dim, causal, outside)
+        return 2 * length * self.feature_map.multiply_adds() + products
 
 
 class _Entry(typing.NamedTuple):
@@ -343,7 +360,8 @@ def register_mechanism(
 ) -> None:
     """Make a mechanism known under `name`; `aliases` maps other names to options preset for them.
 
-    A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite then know it.
+    A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite
+    then know it.
     """
     names = [name, *(aliases or {})]
     for other in names:
@@ -394,7 +412,9 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
         document = dict(attention)
         name = document.pop("mechanism", None)
         if not isinstance(name, str):
-            raise ValueError(f"A mechanism's document needs its name under 'mechanism'; this one has {sorted(attention)}.")
+            raise ValueError(
+                f"A mechanism's document needs its name under 'mechanism'; this one has {sorted(attention)}."
+            )
         return resolve_config(name, **{k: _restored(v) for k, v in document.items()}, **options)
     if not isinstance(attention, str):
         raise ValueError(f"attention must be a name or a config, not {attention!r}.")
@@ -456,9 +476,7 @@ def build_mechanism(
         raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}.")
     config = resolve_config(attention, **options)
     module = mechanism_class(config)
-    return module(
-        config, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=(seed, layer_idx)
-    )
+    return module(config, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=(seed, layer_idx))
 
 
 def default_features(num_features: int | None, head_dim: int, even: bool, why: str = "") -> int:

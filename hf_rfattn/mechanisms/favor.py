@@ -2,8 +2,8 @@
 
 φ(x)_r = M^(-1/2) exp(ω_rᵀx - |x|²/2), ω_r standard normal, so that E φ(x)ᵀφ(y) = exp(xᵀy).
 
-Choromanski et al., "Rethinking Attention with Performers", ICLR 2021 (FAVOR+); Likhosherstov et al., "Chefs' Random Tables:
-Non-Trigonometric Random Features", NeurIPS 2022 (the variance-optimal map, FAVOR++).
+Choromanski et al., "Rethinking Attention with Performers", ICLR 2021 (FAVOR+); Likhosherstov et al., "Chefs' Random
+Tables: Non-Trigonometric Random Features", NeurIPS 2022 (the variance-optimal map, FAVOR++).
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from .base import LinearMechanism, MechanismConfig, check_at_least, default_feat
 class FavorConfig(MechanismConfig):
     """Options of "favor+".
 
-    `num_features`: length of φ, by default the head size. `projection`: how the rows of ω repel each other. `kernel`: "softmax", or "relu" for the
-    generalised attention of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
+    `num_features`: length of φ, by default the head size. `projection`: how the rows of ω repel each other.
+    `hadamard_blocks`: factors H·D of the Hadamard product. `kernel`: "softmax", or "relu" for the generalised attention
+    of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
     `hf_rfattn.calibrate` measures. `redraw_interval`: training steps between new draws; None keeps the first.
     """
 

@@ -1,10 +1,11 @@
 """FMMformer: exact attention near the diagonal, feature maps for all that is far, as in the fast multipole method.
 
-`normalizer="separate"` (the paper's): w₁ · softmax(band_W(xyᵀ)) V + Σ_l w₂ₗ · φ_l(x)(φ_l(y)ᵀV) / φ_l(x)φ_l(y)ᵀ1, every far term over all keys.
-`normalizer="joint"`: one denominator, exact scores inside the band and φ(x)ᵀφ(y) outside it; the same as softmax once the band covers the input.
-w₁, w₂ₗ > 0 are learned per head.
+`normalizer="separate"` (the paper's): w₁ · softmax(band_W(xyᵀ)) V + Σ_l w₂ₗ · φ_l(x)(φ_l(y)ᵀV) / φ_l(x)φ_l(y)ᵀ1, every
+far term over all keys. `normalizer="joint"`: one denominator, exact scores inside the band and φ(x)ᵀφ(y) outside it;
+the same as softmax once the band covers the input. w₁, w₂ₗ > 0 are learned per head.
 
-Nguyen et al., "FMMformer: Efficient and Flexible Transformer via Decomposed Near-field and Far-field Attention", NeurIPS 2021.
+Nguyen et al., "FMMformer: Efficient and Flexible Transformer via Decomposed Near-field and Far-field Attention",
+NeurIPS 2021.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import (
-    Features,
     Partial,
     State,
     allowed_pairs,
@@ -44,8 +44,8 @@ from .base import (
 class FmmConfig(MechanismConfig):
     """Options of "fmm".
 
-    `bandwidth` and `global_tokens`: the near field, as in "band". `far`: one or more linear mechanisms by name or config, for example
-    ("elu", "elu-", "tanh") as in the paper. `normalizer`: "separate" or "joint".
+    `bandwidth` and `global_tokens`: the near field, as in "band". `far`: one or more linear mechanisms by name or
+    config, for example ("elu", "elu-", "tanh") as in the paper. `normalizer`: "separate" or "joint".
     """
 
     bandwidth: int = 32
@@ -74,14 +74,14 @@ class FmmAttention(Mechanism):
     def __init__(self, config: FmmConfig, *, seed: tuple[int, ...], **shape: Any):
         super().__init__(config, seed=seed, **shape)
         far = [resolve_config(f) for f in config.far]
-        self.far = nn.ModuleList(
-            mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far)
-        )
+        self.far = nn.ModuleList(mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
         joint = config.normalizer == "joint"
         if joint:
             for m in self._far():
                 if not m.feature_map.positive:
-                    raise ValueError(f"normalizer='joint' needs positive feature maps; {m.config.name!r} is signed here.")
+                    raise ValueError(
+                        f"normalizer='joint' needs positive feature maps; {m.config.name!r} is signed here."
+                    )
         # Separate terms start as an equal blend; a joint denominator starts as softmax has it.
         start = torch.zeros(1 + len(far)) if joint else torch.full((1 + len(far),), 1 / (1 + len(far))).log()
         self.log_weights = nn.Parameter(start.repeat(self.num_heads, 1))  # [H, near and each far]
@@ -141,13 +141,12 @@ class FmmAttention(Mechanism):
         past = State(state["log_scale"], state["outer"], state["total"])
         q, k = far.features(window.aligned(x), window.keys)
         W, L = self.config.bandwidth, window.length
-        new_q = Features(*(None if z is None else z[:, :, W:] for z in q))
-        part = read_state(new_q, past)
+        part = read_state(q.map(lambda z: z[:, :, W:]), past)
         if L > 1:  # one new token alone has nothing behind it that is not in the state
             beyond = linear_attention(q, k, window.values, key_mask=window.far, causal=True, outside=W)
             part = merge(part, Partial(*(z[:, :, W:] for z in beyond)))
-        leaving = Features(*(None if z is None else z[:, :, :L] for z in k))
-        return part, combine(past, summarise(leaving, window.values[:, :, :L], window.far[:, :L]))._asdict()
+        leaving = summarise(k.map(lambda z: z[:, :, :L]), window.values[:, :, :L], window.far[:, :L])
+        return part, combine(past, leaving)._asdict()
 
     def _weighted(self, part: Partial, term: int) -> Partial:
         weight = self._log_weight(term, part.numerator.dtype).exp()
@@ -180,7 +179,8 @@ class FmmAttention(Mechanism):
 
     def multiply_adds(self, length, causal):
         near = near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
-        return near + sum(far.multiply_adds(length, causal) for far in self._far())
+        outside = self.config.bandwidth if self.config.normalizer == "joint" else None
+        return near + sum(far.far_multiply_adds(length, causal, outside) for far in self._far())
 
 
 register_mechanism("fmm", FmmConfig, FmmAttention, aliases={"fmmformer": {}})

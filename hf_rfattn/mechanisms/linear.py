@@ -1,6 +1,7 @@
 """Linear attention with a fixed elementwise map: φ(x) = elu(x) + 1, elu(-x) + 1 or tanh(x).
 
-Katharopoulos et al., "Transformers are RNNs", ICML 2020; the other two maps are far fields of Nguyen et al., "FMMformer", NeurIPS 2021.
+Katharopoulos et al., "Transformers are RNNs", ICML 2020; the other two maps are far fields of Nguyen et al.,
+"FMMformer", NeurIPS 2021.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from .base import LinearMechanism, MechanismConfig, register_mechanism
 
 @dataclass(frozen=True)
 class LinearConfig(MechanismConfig):
-    """Options of "linear": which map φ is. tanh is signed, so its denominator is guarded."""
+    """Options of "linear".
+
+    `feature_map`: elu(x) + 1, elu(-x) + 1 or tanh(x); tanh is signed, so its denominator is guarded.
+    """
 
     feature_map: Literal["elu", "elu-", "tanh"] = "elu"
 

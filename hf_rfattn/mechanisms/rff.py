@@ -1,8 +1,10 @@
 """Random Fourier feature attention: a shift-invariant kernel of queries and keys by Bochner's theorem.
 
-φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx], so that E φ(x)ᵀφ(y) = K(x - y); for the Gaussian, exp(xᵀy) = exp(|x|²/2) exp(|y|²/2) K(x - y).
+φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx], so that E φ(x)ᵀφ(y) = K(x - y); for the Gaussian, exp(xᵀy) = exp(|x|²/2)
+exp(|y|²/2) K(x - y).
 
-Rahimi and Recht, "Random Features for Large-Scale Kernel Machines", NeurIPS 2007; Peng et al., "Random Feature Attention", ICLR 2021.
+Rahimi and Recht, "Random Features for Large-Scale Kernel Machines", NeurIPS 2007; Peng et al., "Random Feature
+Attention", ICLR 2021.
 """
 
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ from .base import LinearMechanism, MechanismConfig, check_at_least, default_feat
 class RffConfig(MechanismConfig):
     """Options of "rff".
 
-    `num_features`: length of φ, by default the head size. `kernel`: of unit queries and keys. `projection`: None means orthogonal for the Gaussian and iid
-    for the others, whose frequencies are independent by coordinate. `form`: pairs of sine and cosine, or cosines with a random phase.
-    `normalize_qk`: unit queries and keys with a learned temperature; without it features are signed *and* unbounded, and the error is large.
+    `num_features`: length of φ, by default the head size. `kernel`: of unit queries and keys. `projection`: null means
+    orthogonal for the Gaussian and iid for the others, whose frequencies are independent by coordinate.
+    `hadamard_blocks`: factors H·D of the Hadamard product. `form`: pairs of sine and cosine, or cosines with a random
+    phase. `normalize_qk`: unit queries and keys with a learned temperature; without it features are signed and
+    unbounded, and the error is large. `redraw_interval`: training steps between new draws; None keeps the first.
     """
 
     num_features: int | None = None
@@ -35,7 +39,8 @@ class RffConfig(MechanismConfig):
         check_at_least(self, 1, "num_features", "hadamard_blocks", "redraw_interval")
         if self.kernel != "gaussian" and self.projection not in (None, "iid"):
             raise ValueError(
-                f"The frequencies of the {self.kernel} kernel are independent by coordinate: projection must be 'iid', not {self.projection!r}."
+                f"The frequencies of the {self.kernel} kernel are independent by coordinate: projection must be "
+                f"'iid', not {self.projection!r}."
             )
 
 

@@ -2,7 +2,7 @@
 
 from .banded_attention import banded_attention, exact_attention, global_attention
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
-from .linear_attention import Features, State, combine, linear_attention, read_state, summarise
+from .linear_attention import Features, State, combine, linear_attention, linear_multiply_adds, read_state, summarise
 from .naive import allowed_pairs, normalised_weights
 from .partial import Partial, merge, normalise
 from .softmax_attention import softmax_attention
@@ -18,6 +18,7 @@ __all__ = [
     "global_attention",
     "hadamard_matrix",
     "linear_attention",
+    "linear_multiply_adds",
     "merge",
     "normalise",
     "normalised_weights",

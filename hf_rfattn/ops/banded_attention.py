@@ -43,7 +43,9 @@ def banded_attention(
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Partial:
-    """Attention with weights exp(q_iᵀk_j) over a few keys `[B, Hkv, N, D]`, not yet normalised; `allowed` is `[B, L or 1, N]`."""
+    """Attention with weights exp(q_iᵀk_j) over a few keys `[B, Hkv, N, D]`, not yet normalised; `allowed` is `[B, L or
+    1, N]`.
+    """
     B, H, L, D = q.shape
     grouped = q.reshape(B, k.shape[1], -1, L, D)
     scores = grouped @ k.unsqueeze(2).transpose(-1, -2)  # [B, Hkv, G, L, N]

@@ -1,12 +1,13 @@
 """Linear attention, out_i = φ(x_i)ᵀ Σ_j φ(y_j) v_jᵀ / φ(x_i)ᵀ Σ_j φ(y_j), bidirectional or causal, in linear time.
 
 Features come as logarithms, so that nothing overflows. Three offsets keep every sum near one (DESIGN: "numbers that
-stay true"): each key tile and the running state hold, *for each feature*, the largest log-feature they have seen, so that
-the feature that matters most to a query is never lost; inside a tile each key is scaled by its own largest log-feature
-and the pair (i, j) weighs exp(c_j - m_i) with m_i the largest c_j visible to i. Neither padding nor the future enters any of
-them. No epsilon anywhere.
+stay true"): each key tile and the running state hold, *for each feature*, the largest log-feature they have seen, so
+that the feature that matters most to a query is never lost; inside a tile each key is scaled by its own largest
+log-feature and the pair (i, j) weighs exp(c_j - m_i) with m_i the largest c_j visible to i. Neither padding nor the
+future enters any of them. No epsilon anywhere.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,13 +25,18 @@ class Features(NamedTuple):
     log: Tensor  # [B, H, L, M] or [B, H, L, 1]
     factor: Tensor | None = None  # [B, H, L, M]
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
+        """The same function on both tensors: to cut, pad or reshape positions."""
+        return Features(function(self.log), None if self.factor is None else function(self.factor))
+
     def dense(self) -> Tensor:
         """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
         return _scaled(self, torch.zeros_like(self.log))
 
 
 class State(NamedTuple):
-    """Sums over keys, S = Σ φ(k_j) v_jᵀ and z = Σ φ(k_j), as exp(log_scale) · (outer, total), with a scale for each feature.
+    """Sums over keys, S = Σ φ(k_j) v_jᵀ and z = Σ φ(k_j), as exp(log_scale) · (outer, total), with a scale for each
+    feature.
 
     This is all that a query needs to know of any number of keys: the whole state of generation.
     """
@@ -66,10 +72,6 @@ def linear_attention(
     return read_state(q, summarise(k, v, key_mask))
 
 
-def _map(features: Features, function) -> Features:
-    return Features(function(features.log), None if features.factor is None else function(features.factor))
-
-
 def _scaled(features: Features, offset: Tensor) -> Tensor:
     """φ / exp(offset); the offset is a constant to autograd, since it cancels wherever it is used."""
     scaled = torch.exp(features.log - finite(offset))
@@ -78,6 +80,18 @@ def _scaled(features: Features, offset: Tensor) -> Tensor:
 
 def _largest(log: Tensor, dim: int) -> Tensor:
     return log.detach().amax(dim=dim, keepdim=True)
+
+
+def linear_multiply_adds(length: int, features: int, value_dim: int, causal: bool, outside: int | None = None) -> int:
+    """Multiply-adds of `linear_attention` for one head, features given: the sums, and the pairs within tiles if there
+    are any.
+    """
+    sums = 2 * length * features * (value_dim + 1)
+    if not causal and outside is None:
+        return sums
+    reach = -(-(outside or 0) // TILE)
+    neighbours = min(length, TILE * (1 + reach * (1 if causal else 2)))
+    return sums + length * neighbours * (features + value_dim)
 
 
 def summarise(k: Features, v: Tensor, key_mask: Tensor | None = None) -> State:
@@ -97,7 +111,7 @@ def combine(a: State, b: State) -> State:
 def read_state(q: Features, state: State) -> Partial:
     """What queries `[B, H, L, M]` see of a state `[B, Hkv, …]`."""
     B, H, L = q.log.shape[:3]
-    grouped = _map(q, lambda x: x.reshape(B, state.outer.shape[1], -1, x.shape[-1]))
+    grouped = q.map(lambda x: x.reshape(B, state.outer.shape[1], -1, x.shape[-1]))
     return Partial(*(x.reshape(B, H, L, -1) for x in _read(grouped, state)))
 
 
@@ -129,10 +143,10 @@ def _tiled(
     B, K, L, _ = v.shape
     H = q.log.shape[1]
     visible = visible_tiles(key_mask, B, L, TILE, v.device)
-    k = _map(k, lambda x: into_tiles(x, TILE))
+    k = k.map(lambda x: into_tiles(x, TILE))
     k = Features(k.log.masked_fill(~visible, -torch.inf), k.factor)
     v = into_tiles(v, TILE)
-    q = _map(q, lambda x: queries_into_tiles(x, TILE, K))
+    q = q.map(lambda x: queries_into_tiles(x, TILE, K))
     tile_segments = None if segments is None else into_tiles(segments[:, None, :, None], TILE)
 
     tiles = v.shape[2]
@@ -160,32 +174,25 @@ def _pairwise(q: Features, k: Features, v: Tensor, allowed: Tensor, left: int, r
 
 def _read_beyond(q: Features, k: Features, v: Tensor, segments: Tensor | None, lag: int, backward: bool) -> Partial:
     """What each tile sees of all tiles more than `lag` before it (after it, if `backward`)."""
-    edge = 0 if backward else -1
-    if segments is not None:  # beyond a tile reaches only the segment that its edge belongs to
-        outer = segments != segments[:, :, :, edge, None]
-        k = Features(k.log.masked_fill(outer, -torch.inf), k.factor)
+    edges = None  # [B, 1, T, 1, 1]: beyond a tile reaches only the segment of its last (first) position
+    if segments is not None:
+        edges = segments[:, :, :, 0 if backward else -1, None]
+        k = Features(k.log.masked_fill(segments != edges, -torch.inf), k.factor)
     sums = _sum_keys(k, v)
-    tiles = v.shape[2]
-    order = range(tiles - 1, -1, -1) if backward else range(tiles)
+    tiles, step = v.shape[2], -1 if backward else 1
     state = State(*(torch.zeros_like(x[:, :, 0]) for x in sums))
     state = state._replace(log_scale=torch.full_like(state.log_scale, -torch.inf))
-    current = None if segments is None else segments[:, :, order[0], edge, :, None]
-    states, owners = [], []
-    for t in order:
+    states: list[State] = []
+    for t in range(tiles)[::step]:
         states.append(state)
-        if segments is not None:
-            owners.append(current)
-            here = segments[:, :, t, edge, :, None]
-            state = state._replace(log_scale=state.log_scale.masked_fill(current != here, -torch.inf))
-            current = here
+        if edges is not None and len(states) > 1:
+            ended = edges[:, :, t - step] != edges[:, :, t]
+            state = state._replace(log_scale=state.log_scale.masked_fill(ended, -torch.inf))
         state = combine(state, State(*(x[:, :, t] for x in sums)))
-    states = [states[0]] * lag + states[: tiles - lag]
-    stacked = State(*(torch.stack(x[::-1] if backward else x, dim=2) for x in zip(*states, strict=True)))
-    part = _read(q, stacked)
-    if segments is not None:
-        owners = [owners[0]] * lag + owners[: tiles - lag]
-        owner = torch.stack(owners[::-1] if backward else owners, dim=2)
-        groups = part.log_scale.shape[3] // segments.shape[3]
-        foreign = (segments != owner).repeat(1, 1, 1, groups, 1)
+    states = ([states[0]] * lag + states[: tiles - lag])[::step]
+    part = _read(q, State(*(torch.stack(x, dim=2) for x in zip(*states, strict=True))))
+    if segments is not None and edges is not None:
+        owners = edges.roll(step * (lag + 1), dims=2)  # what wraps around is empty
+        foreign = (segments != owners).repeat(1, 1, 1, part.log_scale.shape[3] // segments.shape[3], 1)
         part = part._replace(log_scale=part.log_scale.masked_fill(foreign, -torch.inf))
     return part
