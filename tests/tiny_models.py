@@ -1,7 +1,8 @@
 """Tiny random models of every architecture that is tested, their inputs, and the README's table of them.
 
-`python tests/tiny_models.py` prints the table; `python tests/tiny_models.py --readme README.md` puts it between its markers there. None of it is
-written by hand: every model is built, patched and run, and the table says what its attention modules did.
+`python tests/tiny_models.py` prints the table; `python tests/tiny_models.py --readme README.md` puts it between its
+markers there. None of it is written by hand: every model is built, patched and run, and the table says what its
+attention modules did.
 """
 
 import argparse
@@ -58,6 +59,11 @@ class Tiny:
     padding: bool = True  # whether softmax itself gives a padded row what it gives the row alone
     model_type: str | None = None  # if it is not the name in the table
 
+    @property
+    def generates(self) -> bool:
+        """Whether it can go on from a cache."""
+        return self.causal and "image" not in self.inputs
+
 
 _LOCAL_FIRST = {"layer_types": ["sliding_attention", "full_attention"]}
 _GLOBAL_FIRST = {"layer_types": ["full_attention", "sliding_attention"]}
@@ -66,8 +72,9 @@ _ENCODERS = {
     **{
         name: Tiny()
         for name in (
-            "bert", "roberta", "distilbert", "electra", "camembert", "xlm-roberta", "xlm-roberta-xl", "ernie", "bert-generation",
-            "data2vec-text", "roberta-prelayernorm", "eurobert", "nomic_bert", "layoutlm", "markuplm", "splinter", "roc_bert",
+            "bert", "roberta", "distilbert", "electra", "camembert", "xlm-roberta", "xlm-roberta-xl", "ernie",
+            "bert-generation", "data2vec-text", "roberta-prelayernorm", "eurobert", "nomic_bert", "layoutlm",
+            "markuplm", "splinter", "roc_bert", "gte", "jina_embeddings_v3",
         )
     },
     "albert": Tiny(patched=1),  # both layers share one module
@@ -81,9 +88,11 @@ _DECODERS = {
     **{
         name: Tiny(causal=True)
         for name in (
-            "gpt2", "opt", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "phi", "olmo", "olmo2", "stablelm", "granite", "cohere",
-            "smollm3", "glm", "glm4", "biogpt", "gpt_bigcode", "persimmon", "nemotron", "ctrl", "qwen2_moe", "qwen3_moe", "olmoe", "helium",
-            "ernie4_5", "apertus", "arcee", "seed_oss", "hunyuan_v1_dense", "bitnet", "granitemoe",
+            "gpt2", "opt", "gpt_neox", "llama", "qwen2", "qwen3", "gemma", "phi", "olmo", "olmo2", "stablelm",
+            "granite", "cohere", "smollm3", "glm", "glm4", "biogpt", "gpt_bigcode", "persimmon", "nemotron", "ctrl",
+            "qwen2_moe", "qwen3_moe", "olmoe", "helium", "ernie4_5", "apertus", "arcee", "seed_oss",
+            "hunyuan_v1_dense", "bitnet", "granitemoe", "jais2", "glm4_moe", "flex_olmo", "ernie4_5_moe",
+            "granitemoeshared", "hunyuan_v1_moe", "nanochat", "jetmoe",
         )
     },
     **{
@@ -99,23 +108,35 @@ _DECODERS = {
         causal=True, patched=1, windows=1,
     ),
     "deepseek_v3": Tiny({"num_key_value_heads": 4}, causal=True),
+    "qwen3_next": Tiny(
+        {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        causal=True, patched=1,
+    ),
     "lfm2": Tiny({"layer_types": ["conv", "full_attention"]}, causal=True, patched=1),
     "jamba": Tiny({"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}, causal=True, patched=1),
 }  # fmt: skip
 
 _SEQ2SEQ = {
     name: Tiny(inputs="text to text", causal=True, patched=4, cross=2)
-    for name in ("bart", "mbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "m2m_100", "plbart", "nllb-moe")
-}
+    for name in (
+        "bart", "mbart", "marian", "pegasus", "blenderbot", "blenderbot-small", "m2m_100", "plbart", "nllb-moe",
+    )
+}  # fmt: skip
 
 _IMAGE = {
-    **{name: Tiny(inputs="image") for name in ("vit", "deit", "dinov2", "dinov3_vit", "ijepa", "vit_msn", "beit")},
-    **{name: Tiny(inputs="image") for name in ("clip_vision_model", "siglip_vision_model", "yolos")},
+    **{
+        name: Tiny(inputs="image")
+        for name in ("vit", "deit", "dinov2", "dinov3_vit", "ijepa", "vit_msn", "beit", "dinov2_with_registers")
+    },
+    **{name: Tiny(inputs="image") for name in ("clip_vision_model", "siglip_vision_model")},
+    "yolos": Tiny({"image_size": [16, 16]}, inputs="image"),
 }
 
 _TEXT_AND_IMAGE = {
     **{name: Tiny(inputs="text and image", patched=4, causal=True) for name in ("clip", "metaclip_2")},
-    **{name: Tiny(inputs="text and image", patched=4) for name in ("siglip", "chinese_clip", "altclip")},
+    **{name: Tiny(inputs="text and image", patched=4) for name in ("chinese_clip", "altclip")},
+    "siglip": Tiny(inputs="text and image", patched=4, padding=False),  # pools the last position, padded or not
 }
 
 _SPEECH = {
@@ -135,13 +156,13 @@ REFUSED: dict[str, tuple[Tiny, str]] = {
     **{
         name: (Tiny(), "does not go through transformers' attention interface")
         for name in (
-            "deberta", "deberta-v2", "gptj", "bloom", "mpt", "falcon", "mpnet", "xlnet", "codegen", "longformer", "big_bird", "megatron-bert",
-            "convbert", "roformer", "rembert", "led", "openai-gpt", "xglm", "fnet",
+            "deberta", "deberta-v2", "gptj", "bloom", "mpt", "falcon", "mpnet", "xlnet", "codegen", "longformer",
+            "big_bird", "megatron-bert", "convbert", "roformer", "rembert", "led", "openai-gpt", "xglm", "fnet",
         )
     },
     "gpt_neo": (Tiny({"attention_types": [[["global", "local"], 1]]}), "attention interface"),
     "mamba": (Tiny({"conv_kernel": 4}), "attention interface"),
-    **{name: (Tiny(inputs="text to text"), "relative position bias") for name in ("t5", "mt5", "umt5", "longt5", "pop2piano")},
+    **{name: (Tiny(inputs="text to text"), "relative position bias") for name in ("t5", "mt5", "umt5", "longt5")},
     "swin": (
         Tiny({"patch_size": 2, "embed_dim": 16, "depths": (2,), "num_heads": (2,), "window_size": 4}, inputs="image"),
         "relative position bias",
@@ -162,30 +183,35 @@ REFUSED: dict[str, tuple[Tiny, str]] = {
     "doge": (Tiny(), "selects the keys"),
     "deepseek_v32": (Tiny({"num_key_value_heads": 4}), "selects the keys"),
     "bigbird_pegasus": (Tiny(inputs="text to text"), "reads the attention mask by itself"),
-    "lasr_encoder": (Tiny(inputs="speech"), "reads the attention mask by itself"),
-    "siglip2_vision_model": (Tiny({"num_patches": 4}, inputs="image"), "reads the attention mask by itself"),
     "pixtral": (Tiny(inputs="image"), "makes an attention mask of pairs"),
     "timesfm": (Tiny(inputs="time series"), "makes an attention mask of pairs"),
-    "segformer": (Tiny(inputs="image"), "only cross-attention"),  # its queries and keys stand at different positions
+    "segformer": (  # its keys are fewer than its queries, so they do not stand at the same positions
+        Tiny(
+            {"num_attention_heads": [1, 2], "patch_sizes": [7, 3], "strides": [2, 2], "sr_ratios": [4, 2],
+             "hidden_sizes": [16, 32], "depths": [1, 1], "mlp_ratios": [2, 2], "num_encoder_blocks": 2},
+            inputs="image",
+        ),
+        "only cross-attention",
+    ),
 }  # fmt: skip
 
 
-def _config(model_type: str, options: dict[str, Any]) -> Any:
+def tiny_config(model_type: str, options: dict[str, Any]) -> Any:
     """A config with the sizes above, in its towers too."""
     cls = CONFIG_MAPPING[model_type]
     known = {field.name for field in dataclasses.fields(cls)}
     sizes = {name: value for name, value in _SIZES.items() if name in known}
     for name, tower in cls.sub_configs.items():
         if tower.model_type in CONFIG_MAPPING:
-            sizes[name] = _config(tower.model_type, {}).to_dict()
+            sizes[name] = tiny_config(tower.model_type, {}).to_dict()
     return cls(**{**sizes, **options})
 
 
 def build(name: str) -> PreTrainedModel:
-    """The tiny model of that name in `SUPPORTED` or `REFUSED`, with weights large enough for its attention to matter."""
+    """The model of that name in `SUPPORTED` or `REFUSED`, with weights large enough for its attention to matter."""
     tiny = SUPPORTED[name] if name in SUPPORTED else REFUSED[name][0]
     torch.manual_seed(0)
-    model = AutoModel.from_config(_config(tiny.model_type or name, tiny.options)).eval()
+    model = AutoModel.from_config(tiny_config(tiny.model_type or name, tiny.options)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -193,11 +219,11 @@ def build(name: str) -> PreTrainedModel:
     return model
 
 
-def make_inputs(name: str) -> dict[str, Tensor]:
-    """A batch of two rows; where padding is tested, the second row is padded on the right."""
+def make_inputs(name: str) -> dict[str, Any]:
+    """A batch of two rows, of which the second is padded on the right if the model takes a mask."""
     tiny = SUPPORTED[name]
     torch.manual_seed(1)
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[str, Any] = {"use_cache": False} if tiny.generates else {}
     if tiny.inputs.startswith("text"):
         inputs["input_ids"] = torch.randint(5, 99, (BATCH, LENGTH))
         inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -217,11 +243,12 @@ def make_inputs(name: str) -> dict[str, Tensor]:
     return inputs
 
 
-def unpadded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def unpadded(inputs: dict[str, Any]) -> dict[str, Any]:
     """The second row alone, without its padding."""
     mask = inputs["attention_mask"]
     valid = int(mask[1].sum())
-    return {k: v[1:2, :valid] if v.shape[:2] == mask.shape else v[1:2] for k, v in inputs.items()}
+    alone = {k: v[1:2] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return {k: v[:, :valid] if getattr(v, "shape", ())[1:2] == mask.shape[1:] else v for k, v in alone.items()}
 
 
 def token_streams(name: str) -> list[tuple[str, str, bool]]:
@@ -235,7 +262,7 @@ def token_streams(name: str) -> list[tuple[str, str, bool]]:
     return streams + ([("input_ids", "encoder_last_hidden_state", False)] if tiny.inputs == "text to text" else [])
 
 
-def outputs(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def outputs(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Every floating tensor that the model returns, by its name; caches are left out."""
     found: dict[str, Tensor] = {}
 
@@ -251,8 +278,9 @@ def outputs(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mechanisms(model: nn.Module) -> dict[str, Mechanism]:
-    """The mechanisms of a patched model, not those inside others, by the names of the attention modules that hold them."""
-    return {n.removesuffix(".rf"): m for n, m in model.named_modules() if isinstance(m, Mechanism) and n.endswith(".rf")}
+    """The mechanisms of a patched model, not those inside others, by the names of their attention modules."""
+    named = ((n.removesuffix(".rf"), n, m) for n, m in model.named_modules() if isinstance(m, Mechanism))
+    return {holder: m for holder, name, m in named if holder != name}
 
 
 @contextmanager
@@ -285,7 +313,8 @@ def _reach(name: str) -> tuple[str, str, str]:
     kept = ["cross-attention"] if any(site.cross for site in sites) else []
     if any(not site.cross for site in sites):
         kept.append("sliding-window layers")
-    return SUPPORTED[name].inputs, f"{patched} self-attention", ", ".join(kept) or "–"
+    where = " of the global layers" if "sliding-window layers" in kept else ""
+    return SUPPORTED[name].inputs, f"{patched} self-attention{where}", ", ".join(kept) or "–"
 
 
 def _refusal(name: str) -> str:

@@ -139,7 +139,9 @@ class RandomFeatures(FeatureMap):
     @torch.no_grad()
     def draw(self) -> None:
         """Fill the random buffers with draw number `draws`."""
-        number = 0 if self.draws.is_meta else int(self.draws)
+        if self.projection.is_meta:
+            return  # nothing to fill: a checkpoint will
+        number = int(self.draws)
         for name, value in self.sample(seeded_generator(*self.seed, number)).items():
             getattr(self, name).copy_(value)
 

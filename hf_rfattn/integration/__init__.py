@@ -1,10 +1,12 @@
-"""All that touches transformers. Importing this package registers the attention and mask functions."""
+"""All that touches transformers. Importing it registers our attention and mask functions and the checkpoint hooks."""
 
 from .attention import register
+from .checkpoint import install
 from .error import AttentionError, attention_error, calibrate
 from .patching import patch_model, unpatch_model
 from .redraw import redraw
 
 register()
+install()
 
 __all__ = ["AttentionError", "attention_error", "calibrate", "patch_model", "redraw", "unpatch_model"]

@@ -10,11 +10,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import KEYWORD, RecurrentLayer
-from .masks import Pattern, dense_mask, is_compact, read_pattern, rf_mask
-
-NAME = "hf_rfattn"
-SPEC = "rfattn"  # the config attribute that says what was patched
+from .cache import RecurrentLayer
+from .masks import Pattern, dense_mask, hides_nothing, is_compact, read_pattern, rf_mask
+from .names import CACHE, NAME
 
 # Arguments by which some models change their scores in ways φ(x)ᵀφ(y) cannot express.
 _INEXPRESSIBLE = {
@@ -42,7 +40,7 @@ def rf_attention_forward(
     Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in
     linear attention and is applied only there.
     """
-    cache_layer = kwargs.pop(KEYWORD, None)
+    cache_layer = kwargs.pop(CACHE, None)
     mechanism = getattr(module, "rf", None)
     if mechanism is None:
         _check_patched(module)
@@ -51,11 +49,11 @@ def rf_attention_forward(
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot "
-                "express. "
-                "Leave this layer out: patch_model(model, ..., layers=...)."
+                "express. Leave this layer out: patch_model(model, ..., layers=...)."
             )
     if isinstance(cache_layer, RecurrentLayer):
-        out = cache_layer.attend(mechanism, query, key, value, _past_mask(module, key, attention_mask), scaling)
+        past_mask = _past_mask(module, key, attention_mask, cache_layer)
+        out = cache_layer.attend(mechanism, query, key, value, past_mask, scaling)
     else:
         pattern = _pattern(module, query, key, attention_mask, kwargs)
         out = mechanism(
@@ -78,27 +76,31 @@ def _pattern(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None,
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         return Pattern(None, None, bool(causal) and query.shape[2] > 1)
-    if mask.dtype.is_floating_point or mask.ndim != 4 or mask.shape[2] != 1:
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
         raise NotImplementedError(
             f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}. Linear "
-            "attention can hide keys "
-            "(a 2D padding mask), keep causality and keep packed sequences apart (position_ids that restart), but "
-            "not an arbitrary mask "
-            "of pairs. Pass a 2D attention_mask, or leave this layer softmax: patch_model(model, ..., layers=...)."
+            "attention can hide keys (a 2D padding mask), keep causality and keep packed sequences apart (position_ids "
+            "that restart), but cannot express an arbitrary mask of pairs. Pass a 2D attention_mask, or leave this "
+            "layer softmax: patch_model(model, ..., layers=...)."
         )
-    return Pattern(mask[:, 0, 0, :k_length].expand(batch, -1), None, False)
+    if hides_nothing(mask, k_length):
+        return Pattern(None, None, False)
+    row = mask[:, 0, 0, :k_length].expand(batch, -1)
+    # Floating masks are added to scores: 0 for keys that exist (layoutlm and markuplm make theirs themselves).
+    return Pattern(row == 0 if mask.dtype.is_floating_point else row, None, False)
 
 
-def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None) -> Tensor | None:
+def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None, layer: RecurrentLayer) -> Tensor | None:
     """The padding of all tokens so far, in generation."""
     if mask is None:
         return None
-    if not is_compact(mask) or mask.shape[2] != 2 or mask.dtype != torch.uint8:
+    if not is_compact(mask) or mask.dtype != torch.uint8:
         raise NotImplementedError(
-            f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; a recurrent "
-            "state needs a 2D attention_mask."
+            f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; "
+            "a recurrent state needs a 2D attention_mask."
         )
-    return read_pattern(mask, key.shape[0], mask.shape[3]).key_mask
+    length = layer.seen + key.shape[2] if layer.static_length is None else layer.static_length
+    return read_pattern(mask, key.shape[0], length).key_mask  # type: ignore[arg-type]
 
 
 def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:
@@ -108,7 +110,9 @@ def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwa
         if isinstance(cache_layer, StaticLayer):
             start = cache_layer.get_seq_length() - query.shape[2]
         mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device, start)
-        kwargs = {**kwargs, "is_causal": pattern.causal}
+        kwargs = {**kwargs, "is_causal": True}
+    elif mask is not None and hides_nothing(mask, key.shape[2]):
+        mask, kwargs = None, {**kwargs, "is_causal": False}
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -116,8 +120,7 @@ def _check_patched(module: nn.Module) -> None:
     if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
         raise ValueError(
             f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has "
-            "no mechanism. "
-            "Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
+            "no mechanism. Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
         )
 
 

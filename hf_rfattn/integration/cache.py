@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from ..mechanisms import Mechanism
-
-KEYWORD = "rf_cache"
+from .names import CACHE, NAME
 
 
 class RecurrentLayer(CacheLayerMixin):
@@ -37,6 +36,7 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.batch_size = key_states.shape[0]
         self.device = key_states.device
+        self.keys = self.values = key_states.new_empty(0)  # nothing is kept of them, but some models ask
         if isinstance(self.seen, Tensor):
             self.seen = self.seen.to(self.device)
 
@@ -44,9 +44,8 @@ class RecurrentLayer(CacheLayerMixin):
         """Count the new tokens and hand them on; `attend` takes them into the state."""
         if self.waiting:
             raise NotImplementedError(
-                "The keys of the last step never reached their mechanism, so this architecture cannot generate with "
-                "the recurrent cache; "
-                "use generate(use_cache=False)."
+                "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
+                "cache. Pass use_cache=False."
             )
         if not self.is_initialized and not self.state:
             self.lazy_initialization(key_states, value_states)
@@ -60,8 +59,7 @@ class RecurrentLayer(CacheLayerMixin):
         if not self.waiting:
             raise NotImplementedError(
                 "This architecture calls attention more than once a layer (or shares keys between layers), which "
-                "would corrupt a recurrent "
-                "state; use generate(use_cache=False)."
+                "would corrupt a recurrent state. Pass use_cache=False."
             )
         self.waiting = False
         length = k.shape[2]
@@ -148,8 +146,6 @@ _ROLLBACK = (
 
 def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of each self-attention module of a patched model."""
-    from .attention import NAME
-
     cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
     layer_idx = getattr(module, "layer_idx", None)
     if cache is None or layer_idx is None or module.config._attn_implementation != NAME:  # type: ignore[union-attr]
@@ -162,21 +158,21 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     if getattr(module, "rf", None) is not None and not isinstance(layer, RecurrentLayer):
         if module.training and type(layer) is DynamicLayer:
             return None  # models that cache by default while training: nothing will be read from it
+        if isinstance(layer, DynamicLayer) and hasattr(layer, "update_recurrent_state"):
+            return None  # a layer that is state space and attention at once keeps its keys, all of which are then read
         layer = cache.layers[layer_idx] = _recurrent_in_place_of(layer)
-    return args, {**kwargs, KEYWORD: layer}
+    return args, {**kwargs, CACHE: layer}
 
 
 def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
     if type(layer) not in (DynamicLayer, StaticLayer):
         raise NotImplementedError(
             f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default "
-            "cache "
-            "(cache_implementation=None or 'static')."
+            "cache (cache_implementation=None or 'static')."
         )
     if int(layer.get_seq_length()) > 0:
         raise ValueError(
             "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state "
-            "cannot be made from it. "
-            "Start again without past_key_values."
+            "cannot be made from it. Start again without past_key_values."
         )
     return RecurrentLayer(static_length=layer.max_cache_len if isinstance(layer, StaticLayer) else None)

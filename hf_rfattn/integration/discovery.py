@@ -22,11 +22,10 @@ _SOURCE_REFUSALS = (
     ),
 )
 
-# The mask that the attention function gets in a patched model is no matrix of pairs (see masks.py). Modules beside the attention that read
-# the mask themselves would read it wrongly, without an error; models that make masks of pairs by themselves have none that can be expressed.
-_READS_MASK = re.compile(
-    r"(scores|weights) \+ attention_mask|(?<!key_padding_mask=)~attention_mask|attn_mask=attention_mask\b|attn_mask_penalty"
-)
+# The mask that the attention function gets in a patched model is no matrix of pairs (see masks.py). Modules beside the
+# attention that read it themselves would read it wrongly, without an error; models that make masks of pairs by
+# themselves make such as cannot be expressed.
+_READS_MASK = re.compile(r"(scores|weights) \+ attention_mask|attn_mask_penalty")
 _MAKES_MASK = re.compile(
     r"\b(generate_block_attention_mask|_prepare_aspect_ratio_attention_mask|_make_causal_mask|attn_mask_probs)\b|"
     r"self\._prepare_4d_attention_mask"

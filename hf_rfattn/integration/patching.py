@@ -10,12 +10,13 @@ from transformers import PreTrainedModel
 
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
 from ..mechanisms.base import mechanism_class, random_maps
-from .attention import NAME, SPEC
 from .cache import hand_on_cache
 from .discovery import AttentionSite, find_attention, uses_interface
+from .names import NAME, SPEC
 from .redraw import redraw_on_schedule
 
 FORMAT = 1
+MOST_LAYERS = 10_000
 SOFTMAX = "softmax"  # in a mapping: leave these layers as they are
 
 M = TypeVar("M", bound=nn.Module)
@@ -46,24 +47,37 @@ def patch_model(
     16
     """
     sites = find_attention(model)
-    _check_ready(model, sites)
+    _check_ready(sites)
     by_layer = _by_layer(sites, attention, layers, options)
-    plan = _plan(sites, by_layer, explicit=layers is not None or isinstance(attention, Mapping), cross=cross_attention)
+    explicit = layers is not None or isinstance(attention, Mapping)
+    return apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit)
+
+
+def apply_mechanisms(
+    model: M,
+    sites: list[AttentionSite],
+    by_layer: dict[int, MechanismConfig],
+    cross_attention: bool,
+    seed: int,
+    explicit: bool,
+) -> M:
+    """Patch the layers of `by_layer`; if they were asked for one by one (`explicit`), none of them may be refused."""
+    plan = _plan(sites, by_layer, explicit, cross_attention)
     # Everything that can fail is behind us or in this line; the model is changed only below it.
     mechanisms = [_build(site, config, seed) for site, config in plan]
-    softmax = {id(c): _softmax_name(c) for c in _configs([site for site, _ in plan])}
+    configs = _configs([site for site, _ in plan])
+    softmax = {id(c): _softmax_name(c) for c in configs}
 
     unpatch_model(model)
     for (site, _), mechanism in zip(plan, mechanisms, strict=True):
         site.module.rf = mechanism
     document = _document(by_layer, cross_attention, seed)
-    for config in _configs([site for site, _ in plan]):
+    for config in configs:
         setattr(config, SPEC, {**document, "softmax": softmax[id(config)]})
         config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
         config.attn_implementation = NAME
-    patched_configs = {id(config) for config in _configs([site for site, _ in plan])}
     for site in sites:
-        if id(site.module.config) in patched_configs:
+        if any(site.module.config is config for config in configs):
             if "rf" not in site.module._modules:
                 site.module.rf = None  # type: ignore[assignment]  # softmax, and known to be meant so
             if not site.cross:
@@ -95,7 +109,7 @@ def unpatch_model(model: M) -> M:
             if config._attn_implementation == NAME:
                 config._attn_implementation = {"": spec["softmax"]}
             delattr(config, SPEC)
-            del config.attn_implementation
+            vars(config).pop("attn_implementation", None)
     return model
 
 
@@ -113,7 +127,7 @@ def refuse_attention_outputs(module: nn.Module, args: tuple, kwargs: dict[str, A
         raise ValueError("head_mask is not supported by patched models (transformers 5 itself ignores it).")
 
 
-def _check_ready(model: nn.Module, sites: list[AttentionSite]) -> None:
+def _check_ready(sites: list[AttentionSite]) -> None:
     for site in sites:
         if getattr(site.module.config, "output_attentions", False):
             raise ValueError(
@@ -125,7 +139,7 @@ def _check_ready(model: nn.Module, sites: list[AttentionSite]) -> None:
             raise ValueError(f"{site.name} has an attribute 'rf' that hf_rfattn did not put there.")
 
 
-def _parse_layers(key: Any) -> list[int]:
+def parse_layers(key: Any) -> list[int]:
     """`3`, "3", "0-5", `range(6, 12)` or several numbers → layer numbers."""
     if isinstance(key, bool):
         raise ValueError(f"{key!r} is not a layer.")
@@ -137,10 +151,12 @@ def _parse_layers(key: Any) -> list[int]:
             first, dash, last = part.strip().partition("-")
             if not first.isdecimal() or (dash and not last.isdecimal()):
                 raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or '0-2,7'.")
+            if int(last or first) >= MOST_LAYERS:
+                raise ValueError(f"{key!r} names a layer beyond {MOST_LAYERS}.")
             numbers.extend(range(int(first), int(last or first) + 1))
         return numbers
     if isinstance(key, Iterable):
-        return [number for item in key for number in _parse_layers(item)]
+        return [number for item in key for number in parse_layers(item)]
     raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or range(0, 6).")
 
 
@@ -155,13 +171,13 @@ def _by_layer(
         chosen: dict[int, Any] = {}
         for key, value in attention.items():
             config = None if value == SOFTMAX else resolve_config(value)
-            for number in _parse_layers(key):
+            for number in parse_layers(key):
                 if number in chosen:
                     raise ValueError(f"Layer {number} is named twice in the mapping.")
                 chosen[number] = config
     else:
         config = resolve_config(attention, **options)
-        chosen = dict.fromkeys(present if layers is None else _parse_layers(layers), config)
+        chosen = dict.fromkeys(present if layers is None else parse_layers(layers), config)
     missing = sorted(set(chosen) - set(present))
     if missing:
         raise ValueError(f"There is no layer {missing[0]}; this model has layers {_ranges(present)}.")
@@ -192,8 +208,7 @@ def _plan(
         if site.cross and not mechanism_class(config).handles_cross_attention:
             raise ValueError(
                 f"{config.name!r} has a band around the diagonal, which means nothing in cross-attention "
-                f"({site.name}); "
-                "leave cross_attention=False or choose a mechanism without a band."
+                f"({site.name}); leave cross_attention=False or choose a mechanism without a band."
             )
     if refused:
         warnings.warn(
@@ -237,7 +252,7 @@ def _owners(model: nn.Module, plan: list[tuple[AttentionSite, MechanismConfig]])
 def _softmax_name(config: Any) -> str:
     """The implementation that `unpatch_model` restores."""
     spec = getattr(config, SPEC, None)
-    return spec["softmax"] if spec is not None else config._attn_implementation
+    return spec["softmax"] if spec is not None else config._attn_implementation or "sdpa"
 
 
 def _document(by_layer: dict[int, MechanismConfig], cross: bool, seed: int) -> dict[str, Any]:

@@ -34,8 +34,7 @@ def redraw_on_schedule(module: nn.Module, args: tuple) -> None:
     if scheduled and torch.compiler.is_compiling():
         raise NotImplementedError(
             "A redraw schedule cannot run inside torch.compile. Patch with redraw_interval=None and call "
-            "hf_rfattn.redraw(model) "
-            "between steps of your training loop."
+            "hf_rfattn.redraw(model) between steps of your training loop."
         )
     for feature_map in scheduled:
         feature_map.step()

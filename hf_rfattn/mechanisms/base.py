@@ -27,6 +27,8 @@ from ..ops import (
 )
 from ..ops.naive import repeat_heads
 
+LARGEST = 1_000_000  # of any number of features, keys or steps
+
 
 @dataclasses.dataclass(frozen=True)
 class MechanismConfig:
@@ -93,11 +95,11 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def check_at_least(config: MechanismConfig, least: int, *names: str) -> None:
-    """Raise unless each named field is None or at least `least`."""
+    """Raise unless each named field is None or at least `least` (and not absurdly large)."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value!r}.")
+        if value is not None and not least <= value <= LARGEST:
+            raise ValueError(f"{name} must be at least {least} and at most {LARGEST}, not {value!r}.")
 
 
 class Mechanism(nn.Module):
@@ -422,7 +424,10 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
     name, preset = _ALIASES.get(key, (key, {}))
     if name not in _REGISTRY:
         known = sorted(_REGISTRY) + sorted(_ALIASES)
-        raise ValueError(f"Unknown attention {attention!r}{_did_you_mean(key, known)}; known: {', '.join(known)}.")
+        raise ValueError(
+            f"Unknown attention {attention!r}{_did_you_mean(key, known)}; known: {', '.join(known)}. "
+            "If it comes from another package, import the package that registers it first."
+        )
     config = _REGISTRY[name].config
     options = {**preset, **options}
     _check_options(name, config, options)

@@ -1,0 +1,180 @@
+"""Patched checkpoints: a saved model says in its config what was patched, and comes back patched, tensor for tensor.
+
+`save_pretrained` needs no help: mechanisms are submodules and the config is JSON. Loading needs two wraps of
+transformers, the only ones in this package: `PreTrainedModel.post_init` puts the mechanisms in place before weights
+are loaded into them, and `PreTrainedModel.from_pretrained` checks that every one of their tensors came from the
+checkpoint. Without this package transformers refuses the checkpoint by the name of its attention implementation.
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..mechanisms import MechanismConfig, resolve_config
+from .discovery import find_attention
+from .names import NAME, SPEC
+from .patching import FORMAT, apply_mechanisms, parse_layers
+
+_HELP = "The checkpoint is damaged or was changed by hand; save it again from the patched model."
+
+
+def install() -> None:
+    """Wrap the two methods, once."""
+    if not hasattr(PreTrainedModel.post_init, "rfattn_original"):
+        PreTrainedModel.post_init = _with_restored_mechanisms(PreTrainedModel.post_init)  # type: ignore[method-assign]
+        original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+        PreTrainedModel.from_pretrained = classmethod(_with_checked_tensors(original))  # type: ignore[method-assign, assignment]
+
+
+def _with_restored_mechanisms(original: Any) -> Any:
+    @functools.wraps(original)
+    def post_init(self: PreTrainedModel) -> None:
+        original(self)
+        restore(self)
+
+    post_init.rfattn_original = original  # type: ignore[attr-defined]
+    return post_init
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Patch a model as its config says, if it says so. Raises ValueError for a document that makes no sense."""
+    spec = getattr(model.config, SPEC, None)
+    if spec is None:
+        return
+    by_layer, cross_attention, seed = read_spec(spec)
+    try:
+        sites = find_attention(model)
+    except ValueError:
+        return  # a part of the model without attention
+    # Parts of a model are made before the whole; each takes the layers it has, and from_pretrained looks at the whole.
+    here = {site.index for site in sites if not site.refusal and (cross_attention or not site.cross)}
+    by_layer = {number: config for number, config in by_layer.items() if number in here}
+    if not by_layer:
+        return
+    implementation = model.config._attn_implementation
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
+        apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit=False)
+    setattr(model.config, SPEC, spec)
+    if implementation != NAME:  # softmax was asked for by name, or the key was lost: from_pretrained tells which
+        model.config._attn_implementation = {"": implementation}
+
+
+def read_spec(spec: Any) -> tuple[dict[int, MechanismConfig], bool, int]:
+    """(mechanism of each layer, cross_attention, seed) of a config's document."""
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"config.{SPEC} must be a document, not {type(spec).__name__}. {_HELP}")
+    version = spec.get("format")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(f"config.{SPEC} has no format version. {_HELP}")
+    if version > FORMAT:
+        raise ValueError(
+            f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
+            "Upgrade: pip install --upgrade hf-rfattn."
+        )
+    layers, cross_attention, seed = spec.get("layers"), spec.get("cross_attention"), spec.get("seed")
+    if not isinstance(layers, Mapping) or not layers:
+        raise ValueError(f"config.{SPEC} does not say which layers are patched. {_HELP}")
+    if not isinstance(cross_attention, bool) or not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"config.{SPEC} needs cross_attention (true or false) and a whole seed. {_HELP}")
+    if not isinstance(spec.get("softmax"), str):
+        raise ValueError(f"config.{SPEC} names no softmax implementation. {_HELP}")
+    by_layer: dict[int, MechanismConfig] = {}
+    for key, document in layers.items():
+        if not isinstance(key, str) or not isinstance(document, Mapping):
+            raise ValueError(f"config.{SPEC} has a layer that is not a document. {_HELP}")
+        config = resolve_config(document)
+        for number in parse_layers(key):
+            if number in by_layer:
+                raise ValueError(f"config.{SPEC} names layer {number} twice. {_HELP}")
+            by_layer[number] = config
+    return by_layer, cross_attention, seed
+
+
+def _with_checked_tensors(original: Any) -> Any:
+    @functools.wraps(original)
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        if not _is_patched(cls, pretrained_model_name_or_path, kwargs):
+            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        # Auto classes put what the caller asked for into the config; a key that was lost leaves None there.
+        explicit = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
+        ignore = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs |= {
+            "use_safetensors": True,
+            "ignore_mismatched_sizes": True,
+            "output_loading_info": True,
+        }  # never pickle
+        model, info = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        _check_loaded(pretrained_model_name_or_path, info, ignore)
+        _check_layers(model)
+        if explicit is None:
+            _activate(model)
+        elif explicit != NAME:
+            warnings.warn(
+                f"{pretrained_model_name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it "
+                f"softmax again. Leave it out, or call model.set_attn_implementation({NAME!r}).",
+                stacklevel=2,
+            )
+        return (model, info) if wants_info else model
+
+    return from_pretrained
+
+
+def _is_patched(cls: type[PreTrainedModel], path: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the config that is about to be used says so; errors are left to transformers."""
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        return any(getattr(c, SPEC, None) is not None for c in _with_nested(config))
+    where = path if config is None else config
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+    try:
+        document, _ = PreTrainedConfig.get_config_dict(where, **{n: kwargs[n] for n in names if n in kwargs})
+    except Exception:
+        return False
+    nested = [value for value in document.values() if isinstance(value, dict)]
+    return any(SPEC in d for d in (document, *nested))
+
+
+def _with_nested(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return [config, *(c for c in nested if isinstance(c, PreTrainedConfig))]
+
+
+def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool) -> None:
+    mismatched = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info["mismatched_keys"])
+    problems = {
+        "lacks": info["missing_keys"],
+        "has, but its config does not account for,": info["unexpected_keys"],
+        "has the wrong shape of": mismatched,
+    }
+    for what, keys in problems.items():
+        names = sorted(key for key in keys if ".rf." in key)
+        if names:
+            raise ValueError(
+                f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. "
+                f"Nothing is drawn anew on loading. {_HELP}"
+            )
+    if mismatched and not ignore_mismatched_sizes:
+        raise RuntimeError(
+            f"{path}: sizes differ for {', '.join(mismatched)}; ignore_mismatched_sizes=True would reset them."
+        )
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
+        if getattr(config, SPEC, None) is not None:
+            named = read_spec(getattr(config, SPEC))[0]
+            beyond = sorted(set(named) - {site.index for site in find_attention(model)})
+            if beyond:
+                raise ValueError(f"config.{SPEC} patches layer {beyond[0]}, which this model does not have. {_HELP}")
+
+
+def _activate(model: PreTrainedModel) -> None:
+    """Use the mechanisms even if the key `attn_implementation` was lost from the config on its way."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and getattr(module.config, SPEC, None) is not None:
+            module.config._attn_implementation = {"": NAME}

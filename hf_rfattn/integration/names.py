@@ -1,0 +1,5 @@
+"""The names under which this package is known to transformers."""
+
+NAME = "hf_rfattn"  # of the attention implementation
+SPEC = "rfattn"  # the config attribute that says what was patched
+CACHE = "rf_cache"  # the keyword that carries a cache layer to the attention function
