@@ -192,3 +192,29 @@ def test_weights_are_needed_for_a_text_only(bert, tmp_path):
     transformers.AutoConfig.from_pretrained(bert).save_pretrained(tmp_path)
     run("inspect", tmp_path)
     assert "model.safetensors" in failure("inspect", tmp_path, "--text", TEXT)
+
+
+def test_patch_and_unpatch(bert, tmp_path):
+    original = transformers.AutoModelForMaskedLM.from_pretrained(bert)
+    out = run("patch", bert, "fmm", "bandwidth=3", "far=elu", "-o", tmp_path / "fmm", "--layers", "0-1", "--seed", "4")
+    assert "needs training" in out
+    patched = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "fmm")
+    expected = patch_model(original, "fmm", bandwidth=3, far="elu", layers="0-1", seed=4)
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "fmm")(TEXT, return_tensors="pt")["input_ids"]
+    assert torch.equal(patched(tokens).logits, expected(tokens).logits)
+    run("unpatch", tmp_path / "fmm", "-o", tmp_path / "plain")
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "plain")
+    fresh = transformers.AutoModelForMaskedLM.from_pretrained(bert)
+    assert torch.equal(again(tokens).logits, fresh(tokens).logits)
+    assert again.state_dict().keys() == fresh.state_dict().keys() and not hasattr(again.config, "rfattn")
+
+
+def test_patch_and_unpatch_refuse(bert, tmp_path):
+    assert "did you mean" in failure("patch", bert, "favour+", "-o", tmp_path / "a")
+    assert "no layer 9" in run("patch", bert, "favor+", "-o", tmp_path / "a", "--layers", "9", code=2)
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("mine")
+    assert "exists already" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
+    assert "is not patched" in run("unpatch", bert, "-o", tmp_path / "b", code=2)
+    assert "no folder" in failure("unpatch", tmp_path / "nowhere", "-o", tmp_path / "b")

@@ -147,16 +147,21 @@ def test_row_with_nothing_visible_gives_zeros(variant, causal):
 
 
 @every_variant
-@pytest.mark.parametrize("factor", [1.0, 20.0, 0.05])
-def test_the_future_does_not_leak(variant, factor):
-    """Also when later keys are much larger or smaller than earlier ones; across tiles and within them."""
+@pytest.mark.parametrize(("past", "factor"), [(1, 1.0), (1, 20.0), (1, 0.05), (20, 0.05), (0.05, 20.0)])
+def test_the_future_does_not_leak(variant, past, factor):
+    """Also when later keys are much larger or smaller than earlier ones; across tiles and within them.
+
+    Past keys of size 20 have log-features near -500 and small later ones near 0: on the scale of those, all of the past
+    would underflow.
+    """
     mechanism = build(variant, kv_heads=2, dtype=torch.float32)
     q, k, v = draw_qkv(200, kv_heads=2, dtype=torch.float32)
+    q, k = past * q, past * k
     before = mechanism(q, k, v, causal=True)
     for now in (10, 64, 130):
         changed = [x.clone() for x in (q, k, v)]
         for x in changed:
-            x[:, :, now:] = factor * torch.randn_like(x[:, :, now:])
+            x[:, :, now:] = factor * past * torch.randn_like(x[:, :, now:])
         after = mechanism(*changed, causal=True)
         torch.testing.assert_close(after[:, :, :now], before[:, :, :now], rtol=1e-6, atol=1e-6)
         assert not torch.allclose(after[:, :, now:], before[:, :, now:])
