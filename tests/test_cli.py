@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_rfattn import attention_error, mechanism_names, patch_model
 from hf_rfattn.cli import app
-from hf_rfattn.mechanisms.base import mechanism_aliases
+from hf_rfattn.mechanisms.registry import mechanism_aliases
 
 TEXT = "the cat sat on the mat and the dog sat on the cat"
 SIZE = dict(vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)

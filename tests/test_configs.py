@@ -10,7 +10,7 @@ from variants import every_variant
 import hf_rfattn
 from hf_rfattn import FavorConfig, FmmConfig, HedgehogConfig, LinearConfig, MechanismConfig, RffConfig, build_mechanism
 from hf_rfattn.features import ConstantFeatures
-from hf_rfattn.mechanisms import LinearMechanism, base, mechanism_names, register_mechanism, resolve_config
+from hf_rfattn.mechanisms import LinearMechanism, mechanism_names, register_mechanism, registry, resolve_config
 
 
 @every_variant
@@ -81,8 +81,8 @@ def test_aliases_and_presets():
 
 
 def test_third_party_mechanism_in_its_own_file(monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    monkeypatch.setattr(base, "_ALIASES", dict(base._ALIASES))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry, "_ALIASES", dict(registry._ALIASES))
 
     @dataclasses.dataclass(frozen=True)
     class ToyConfig(MechanismConfig):
@@ -101,7 +101,7 @@ def test_third_party_mechanism_in_its_own_file(monkeypatch):
     assert build_mechanism("toy", num_heads=1, head_dim=4)(q, q, q).shape == q.shape
     assert FmmConfig(far=(ToyConfig(),)).to_dict()["far"] == [{"mechanism": "toy", "strength": 1.0}]
     with pytest.raises(ValueError, match="registered already"):
-        register_mechanism("toy", HedgehogConfig, base._REGISTRY["hedgehog"].module)
+        register_mechanism("toy", HedgehogConfig, registry._REGISTRY["hedgehog"].module)
     with pytest.raises(ValueError, match="registered already"):
         register_mechanism("performer", ToyConfig, Toy)
     with pytest.raises(ValueError, match="frozen dataclass"):

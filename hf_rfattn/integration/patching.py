@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
-from ..mechanisms.base import mechanism_class, random_maps
+from ..mechanisms.base import random_maps
+from ..mechanisms.registry import mechanism_class
 from .cache import hand_on_cache
 from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC

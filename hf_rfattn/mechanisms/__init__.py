@@ -3,15 +3,9 @@
 import importlib
 import pkgutil
 
-from .base import (
-    LinearMechanism,
-    Mechanism,
-    MechanismConfig,
-    build_mechanism,
-    mechanism_names,
-    register_mechanism,
-    resolve_config,
-)
+from .base import LinearMechanism, Mechanism
+from .config import MechanismConfig
+from .registry import build_mechanism, mechanism_names, register_mechanism, resolve_config
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

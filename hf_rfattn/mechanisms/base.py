@@ -1,11 +1,7 @@
-"""What every mechanism is: a frozen config, an `nn.Module` called on q, k, v, and one line that registers both."""
+"""What every mechanism is: an `nn.Module` called on q, k, v, with a fast path and its naive definition."""
 
-import dataclasses
 import math
-import types
-import typing
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Union
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,86 +22,14 @@ from ..ops import (
     summarise,
 )
 from ..ops.naive import repeat_heads
-
-LARGEST = 1_000_000  # of any number of features, keys or steps
-
-
-@dataclasses.dataclass(frozen=True)
-class MechanismConfig:
-    """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once."""
-
-    name: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            _check_value(field.name, getattr(self, field.name), hints[field.name])
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON document that `resolve_config` turns back into this config."""
-        document: dict[str, Any] = {"mechanism": self.name}
-        for field in dataclasses.fields(self):
-            document[field.name] = _plain(getattr(self, field.name))
-        return document
-
-    def replace(self, **options: Any) -> "MechanismConfig":
-        """A copy with some options changed; unknown ones raise."""
-        _check_options(self.name, type(self), options)
-        return dataclasses.replace(self, **options)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, MechanismConfig):
-        return value.to_dict()
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-def _check_value(name: str, value: Any, hint: Any) -> None:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in (int, float):
-        accepted = (int,) if hint is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, accepted):
-            raise ValueError(f"{name} must be {'a whole' if hint is int else 'a'} number, not {value!r}.")
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, not {value!r}.")
-    elif origin is Literal:
-        if value not in args or type(value) not in {type(a) for a in args}:
-            raise ValueError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, args))}.")
-    elif origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return
-        problems = []
-        for option in args:
-            if option is type(None):
-                continue
-            try:
-                return _check_value(name, value, option)
-            except ValueError as error:
-                problems.append(str(error))
-        raise ValueError(problems[0])
-    elif origin is tuple:
-        if not isinstance(value, tuple):
-            raise ValueError(f"{name} must be a tuple, not {value!r}.")
-        for item in value:
-            _check_value(f"each of {name}", item, args[0])
-    elif isinstance(hint, type) and not isinstance(value, hint):
-        raise ValueError(f"{name} must be {hint.__name__}, not {value!r}.")
-
-
-def check_at_least(config: MechanismConfig, least: int, *names: str) -> None:
-    """Raise unless each named field is None or at least `least` (and not absurdly large)."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not least <= value <= LARGEST:
-            raise ValueError(f"{name} must be at least {least} and at most {LARGEST}, not {value!r}.")
+from .config import MechanismConfig
 
 
 class Mechanism(nn.Module):
     """Base of all mechanisms: checks and scales its inputs, computes in float32 (or more), and casts back.
 
-    Subclasses define `attend` (fast) and `dense_weights` (its naive definition).
+    Subclasses define `attend` (fast), `dense_weights` (its naive definition), `new_state` and `attend_after` (the same
+    token by token, for generation) and `multiply_adds`.
     """
 
     handles_cross_attention: ClassVar[bool] = True
@@ -135,9 +59,7 @@ class Mechanism(nn.Module):
     def new_state(
         self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
-        """Tensors, each with the batch first and of a fixed size, that hold all a causal query needs to know of the
-        past.
-        """
+        """Tensors of a fixed size, the batch first, that hold all a causal query needs to know of the past."""
         raise NotImplementedError
 
     def attend_after(
@@ -147,9 +69,7 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def multiply_adds(self, length: int, causal: bool) -> int:
-        """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim, half of it if
-        causal).
-        """
+        """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim, half if causal)."""
         raise NotImplementedError
 
     @property
@@ -195,13 +115,13 @@ class Mechanism(nn.Module):
         scale: float | None = None,
         fresh: bool = False,
     ) -> Tensor:
-        """Causal attention of the next tokens of sequences whose past is in `state` (from `new_state`), which is
-        updated in place.
+        """Causal attention of the next tokens of sequences whose past is in `state`, which is updated in place.
 
         However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]`
         is of the new keys. `fresh` promises an empty state and saves reading it. Gradients reach the new tokens, not
         the past.
 
+        >>> from hf_rfattn import build_mechanism
         >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)
         >>> q = k = v = torch.randn(1, 2, 5, 8)
         >>> state = mechanism.new_state(1, 8, q.dtype, q.device)
@@ -343,154 +263,6 @@ class LinearMechanism(Mechanism):
         """The same where a near field takes the keys at distance `outside` or less."""
         products = linear_multiply_adds(length, self.feature_map.num_features, self.head_dim, causal, outside)
         return 2 * length * self.feature_map.multiply_adds() + products
-
-
-class _Entry(typing.NamedTuple):
-    config: type[MechanismConfig]
-    module: type[Mechanism]
-
-
-_REGISTRY: dict[str, _Entry] = {}
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
-
-
-def register_mechanism(
-    name: str,
-    config: type[MechanismConfig],
-    module: type[Mechanism],
-    aliases: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Make a mechanism known under `name`; `aliases` maps other names to options preset for them.
-
-    A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite
-    then know it.
-    """
-    names = [name, *(aliases or {})]
-    for other in names:
-        known = _REGISTRY.get(other)
-        if (known and known.module.__qualname__ != module.__qualname__) or (
-            other in _ALIASES and _ALIASES[other][0] != name
-        ):
-            raise ValueError(f"A mechanism named {other!r} is registered already; choose another name.")
-    if not (dataclasses.is_dataclass(config) and issubclass(config, MechanismConfig)):
-        raise ValueError(f"The config of {name!r} must be a frozen dataclass derived from MechanismConfig.")
-    config.name = name
-    _REGISTRY[name] = _Entry(config, module)
-    _ALIASES.update({alias: (name, dict(options)) for alias, options in (aliases or {}).items()})
-
-
-def mechanism_names() -> list[str]:
-    """Names of all registered mechanisms, without aliases."""
-    return sorted(_REGISTRY)
-
-
-def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Every alias with the name it stands for and the options it sets.
-
-    >>> mechanism_aliases()["elu-"]
-    ('linear', {'feature_map': 'elu-'})
-    """
-    return {alias: (name, dict(options)) for alias, (name, options) in sorted(_ALIASES.items())}
-
-
-def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
-    """The module class registered for a config."""
-    entry = _REGISTRY.get(getattr(config, "name", ""))
-    if entry is None or entry.config is not type(config):
-        raise ValueError(f"{type(config).__name__} is not registered; call register_mechanism first.")
-    return entry.module
-
-
-def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **options: Any) -> MechanismConfig:
-    """The config meant by a name, a config, or a document from `MechanismConfig.to_dict`, with options on top.
-
-    >>> resolve_config("performer", num_features=32).num_features
-    32
-    """
-    if isinstance(attention, MechanismConfig):
-        mechanism_class(attention)
-        return attention.replace(**options)
-    if isinstance(attention, Mapping):
-        document = dict(attention)
-        name = document.pop("mechanism", None)
-        if not isinstance(name, str):
-            raise ValueError(
-                f"A mechanism's document needs its name under 'mechanism'; this one has {sorted(attention)}."
-            )
-        return resolve_config(name, **{k: _restored(v) for k, v in document.items()}, **options)
-    if not isinstance(attention, str):
-        raise ValueError(f"attention must be a name or a config, not {attention!r}.")
-    key = attention.lower()
-    name, preset = _ALIASES.get(key, (key, {}))
-    if name not in _REGISTRY:
-        known = sorted(_REGISTRY) + sorted(_ALIASES)
-        raise ValueError(
-            f"Unknown attention {attention!r}{_did_you_mean(key, known)}; known: {', '.join(known)}. "
-            "If it comes from another package, import the package that registers it first."
-        )
-    config = _REGISTRY[name].config
-    options = {**preset, **options}
-    _check_options(name, config, options)
-    return config(**options)
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_restored(v) for v in value)
-    return resolve_config(value) if isinstance(value, Mapping) else value
-
-
-def _check_options(name: str, config: type[MechanismConfig], options: Mapping[str, Any]) -> None:
-    known = [field.name for field in dataclasses.fields(config)]
-    for option in options:
-        if option not in known:
-            raise ValueError(
-                f"{name!r} has no option {option!r}{_did_you_mean(option, known)}; it has {', '.join(known) or 'none'}."
-            )
-
-
-def _did_you_mean(word: str, known: list[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def build_mechanism(
-    attention: "str | MechanismConfig | Mapping[str, Any]",
-    *,
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int | None = None,
-    layer_idx: int = 0,
-    seed: int = 0,
-    **options: Any,
-) -> Mechanism:
-    """Build one mechanism, usable without transformers.
-
-    >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
-    >>> q = k = v = torch.randn(1, 2, 5, 8)
-    >>> mechanism(q, k, v, causal=True).shape
-    torch.Size([1, 2, 5, 8])
-    """
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}.")
-    config = resolve_config(attention, **options)
-    module = mechanism_class(config)
-    return module(config, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=(seed, layer_idx))
-
-
-def default_features(num_features: int | None, head_dim: int, even: bool, why: str = "") -> int:
-    """The number of features asked for, or as many as a head has dimensions; `even` where they come in pairs."""
-    count = head_dim if num_features is None else num_features
-    if even and count % 2:
-        given = f"num_features={count}" + (" (the head size)" if num_features is None else "")
-        raise ValueError(f"{given} is odd, but {why}; choose an even num_features.")
-    return count
 
 
 def random_maps(module: nn.Module) -> list[RandomFeatures]:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from ..features import PositiveFeatures, ReluFeatures
 from ..features.projections import Projection
-from .base import LinearMechanism, MechanismConfig, check_at_least, default_features, register_mechanism
+from .base import LinearMechanism
+from .config import MechanismConfig, check_at_least, default_features
+from .registry import register_mechanism
 
 
 @dataclass(frozen=True)

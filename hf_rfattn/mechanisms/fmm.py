@@ -28,16 +28,10 @@ from ..ops import (
 )
 from ..ops.banded_attention import global_keys
 from ..ops.naive import masked_softmax, repeat_heads
-from .band import Window, near_field, near_multiply_adds, near_pairs
-from .base import (
-    LinearMechanism,
-    Mechanism,
-    MechanismConfig,
-    check_at_least,
-    mechanism_class,
-    register_mechanism,
-    resolve_config,
-)
+from .base import LinearMechanism, Mechanism
+from .config import MechanismConfig, check_at_least
+from .near_field import Window, near_field, near_multiply_adds, near_pairs
+from .registry import mechanism_class, register_mechanism, resolve_config
 
 
 @dataclass(frozen=True)

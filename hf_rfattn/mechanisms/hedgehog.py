@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..features import HedgehogFeatures
-from .base import LinearMechanism, MechanismConfig, register_mechanism
+from .base import LinearMechanism
+from .config import MechanismConfig
+from .registry import register_mechanism
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..features import EluFeatures, FeatureMap, TanhFeatures
-from .base import LinearMechanism, MechanismConfig, register_mechanism
+from .base import LinearMechanism
+from .config import MechanismConfig
+from .registry import register_mechanism
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,108 @@
+"""Configs of mechanisms: frozen dataclasses, checked on construction, that become JSON and come back."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Union
+
+LARGEST = 1_000_000  # of any number of features, keys or steps
+
+
+@dataclasses.dataclass(frozen=True)
+class MechanismConfig:
+    """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            _check_value(field.name, getattr(self, field.name), hints[field.name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON document that `resolve_config` turns back into this config."""
+        document: dict[str, Any] = {"mechanism": self.name}
+        for field in dataclasses.fields(self):
+            document[field.name] = _plain(getattr(self, field.name))
+        return document
+
+    def replace(self, **options: Any) -> "MechanismConfig":
+        """A copy with some options changed; unknown ones raise."""
+        check_options(self.name, type(self), options)
+        return dataclasses.replace(self, **options)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, MechanismConfig):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _check_value(name: str, value: Any, hint: Any) -> None:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (int, float):
+        accepted = (int,) if hint is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted):
+            raise ValueError(f"{name} must be {'a whole' if hint is int else 'a'} number, not {value!r}.")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, not {value!r}.")
+    elif origin is Literal:
+        if value not in args or type(value) not in {type(a) for a in args}:
+            raise ValueError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, args))}.")
+    elif origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return
+        problems = []
+        for option in args:
+            if option is type(None):
+                continue
+            try:
+                return _check_value(name, value, option)
+            except ValueError as error:
+                problems.append(str(error))
+        raise ValueError(problems[0])
+    elif origin is tuple:
+        if not isinstance(value, tuple):
+            raise ValueError(f"{name} must be a tuple, not {value!r}.")
+        for item in value:
+            _check_value(f"each of {name}", item, args[0])
+    elif isinstance(hint, type) and not isinstance(value, hint):
+        raise ValueError(f"{name} must be {hint.__name__}, not {value!r}.")
+
+
+def check_at_least(config: MechanismConfig, least: int, *names: str) -> None:
+    """Raise unless each named field is None or at least `least` (and not absurdly large)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value <= LARGEST:
+            raise ValueError(f"{name} must be at least {least} and at most {LARGEST}, not {value!r}.")
+
+
+def default_features(num_features: int | None, head_dim: int, even: bool, why: str = "") -> int:
+    """The number of features asked for, or as many as a head has dimensions; `even` where they come in pairs."""
+    count = head_dim if num_features is None else num_features
+    if even and count % 2:
+        given = f"num_features={count}" + (" (the head size)" if num_features is None else "")
+        raise ValueError(f"{given} is odd, but {why}; choose an even num_features.")
+    return count
+
+
+def check_options(name: str, config: type[MechanismConfig], options: Mapping[str, Any]) -> None:
+    """Raise for an option that the config does not have."""
+    known = [field.name for field in dataclasses.fields(config)]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{name!r} has no option {option!r}{did_you_mean(option, known)}; it has {', '.join(known) or 'none'}."
+            )
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """A hint at the nearest known word, if there is a near one."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,133 @@
+"""Which mechanisms there are, and how a name, a config or a document becomes one of them."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from .base import Mechanism
+from .config import MechanismConfig, check_options, did_you_mean
+
+
+class _Entry(typing.NamedTuple):
+    config: type[MechanismConfig]
+    module: type[Mechanism]
+
+
+_REGISTRY: dict[str, _Entry] = {}
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
+def register_mechanism(
+    name: str,
+    config: type[MechanismConfig],
+    module: type[Mechanism],
+    aliases: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Make a mechanism known under `name`; `aliases` maps other names to options preset for them.
+
+    A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite
+    then know it.
+    """
+    names = [name, *(aliases or {})]
+    for other in names:
+        known = _REGISTRY.get(other)
+        if (known and known.module.__qualname__ != module.__qualname__) or (
+            other in _ALIASES and _ALIASES[other][0] != name
+        ):
+            raise ValueError(f"A mechanism named {other!r} is registered already; choose another name.")
+    if not (dataclasses.is_dataclass(config) and issubclass(config, MechanismConfig)):
+        raise ValueError(f"The config of {name!r} must be a frozen dataclass derived from MechanismConfig.")
+    config.name = name
+    _REGISTRY[name] = _Entry(config, module)
+    _ALIASES.update({alias: (name, dict(options)) for alias, options in (aliases or {}).items()})
+
+
+def mechanism_names() -> list[str]:
+    """Names of all registered mechanisms, without aliases."""
+    return sorted(_REGISTRY)
+
+
+def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every alias with the name it stands for and the options it sets.
+
+    >>> mechanism_aliases()["elu-"]
+    ('linear', {'feature_map': 'elu-'})
+    """
+    return {alias: (name, dict(options)) for alias, (name, options) in sorted(_ALIASES.items())}
+
+
+def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
+    """The module class registered for a config."""
+    entry = _REGISTRY.get(getattr(config, "name", ""))
+    if entry is None or entry.config is not type(config):
+        raise ValueError(f"{type(config).__name__} is not registered; call register_mechanism first.")
+    return entry.module
+
+
+def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **options: Any) -> MechanismConfig:
+    """The config meant by a name, a config, or a document from `MechanismConfig.to_dict`, with options on top.
+
+    >>> resolve_config("performer", num_features=32).num_features
+    32
+    """
+    if isinstance(attention, MechanismConfig):
+        mechanism_class(attention)
+        return attention.replace(**options)
+    if isinstance(attention, Mapping):
+        document = dict(attention)
+        name = document.pop("mechanism", None)
+        if not isinstance(name, str):
+            raise ValueError(
+                f"A mechanism's document needs its name under 'mechanism'; this one has {sorted(attention)}."
+            )
+        return resolve_config(name, **{k: _restored(v) for k, v in document.items()}, **options)
+    if not isinstance(attention, str):
+        raise ValueError(f"attention must be a name or a config, not {attention!r}.")
+    key = attention.lower()
+    name, preset = _ALIASES.get(key, (key, {}))
+    if name not in _REGISTRY:
+        known = sorted(_REGISTRY) + sorted(_ALIASES)
+        raise ValueError(
+            f"Unknown attention {attention!r}{did_you_mean(key, known)}; known: {', '.join(known)}. "
+            "If it comes from another package, import the package that registers it first."
+        )
+    config = _REGISTRY[name].config
+    options = {**preset, **options}
+    check_options(name, config, options)
+    return config(**options)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_restored(v) for v in value)
+    return resolve_config(value) if isinstance(value, Mapping) else value
+
+
+def build_mechanism(
+    attention: "str | MechanismConfig | Mapping[str, Any]",
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    layer_idx: int = 0,
+    seed: int = 0,
+    **options: Any,
+) -> Mechanism:
+    """Build one mechanism, usable without transformers.
+
+    >>> import torch
+    >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
+    >>> q = k = v = torch.randn(1, 2, 5, 8)
+    >>> mechanism(q, k, v, causal=True).shape
+    torch.Size([1, 2, 5, 8])
+    """
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}.")
+    config = resolve_config(attention, **options)
+    module = mechanism_class(config)
+    return module(config, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=(seed, layer_idx))
