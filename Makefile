@@ -1,5 +1,7 @@
 # make test     the suite, in .venv (made on first use)
 # make demo     a real pretrained BERT with each mechanism: tables, plots and demo_out/result.json
+# make bench    time and memory of generation on this machine: tables, a plot and bench_out/decode.json
+# make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
 # make style    ruff and mypy, as CI runs them
 # make format   let ruff repair what it can
 # make clean    remove .venv, caches and build products
@@ -17,13 +19,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test demo style format clean
+.PHONY: test compat demo bench style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
+compat:
+	PYTHON=$(PYTHON) WORKERS=$(WORKERS) .ci/compat $(ARGS)
+
 demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/python recipes/demo.py $(ARGS)
+
+bench: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench decode $(ARGS)
 
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -35,7 +43,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info demo_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was

@@ -1,19 +1,23 @@
-"""The command line: `hf-rfattn list` and `hf-rfattn inspect MODEL`.
+"""The command line: `hf-rfattn list`, `inspect`, `patch`, `unpatch`, `bench`, `card` and `publish`.
 
 torch and transformers are imported inside the commands, by what they call.
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from .bench.cli import app as bench
+from .commands import errors_without_traceback, in_bytes, load_config, parse_numbers, si
+from .hub.cli import add_commands as add_hub_commands
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from transformers import PreTrainedModel
 
@@ -28,6 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(bench)
+add_hub_commands(app)
 
 MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic
 LENGTHS = "128,512,2048,8192"
@@ -37,7 +43,7 @@ LENGTHS = "128,512,2048,8192"
 def list_mechanisms() -> None:
     """Every mechanism, its aliases, and its options with their defaults."""
     from .mechanisms import mechanism_names, resolve_config
-    from .mechanisms.base import mechanism_aliases
+    from .mechanisms.registry import mechanism_aliases
 
     console = Console()
     for name in mechanism_names():
@@ -122,8 +128,8 @@ def inspect(
 
     Without a text only the model's config is read.
     """
-    with _errors_without_traceback():
-        counted = _parse_lengths(lengths)
+    with errors_without_traceback():
+        counted = parse_numbers("--lengths", lengths, LENGTHS)
         config = _parse_attention(attention, [*(options or []), *(more or [])])
         text = _read_text(text, text_file)
         report = _inspect(model, config, counted, text)
@@ -133,11 +139,70 @@ def inspect(
         _print_report(report, Console())
 
 
-def _parse_lengths(lengths: str) -> list[int]:
-    parts = [part.strip() for part in lengths.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--lengths {lengths!r} must be whole numbers such as {LENGTHS}.")
-    return sorted({int(part) for part in parts})
+Output = Annotated[Path, typer.Option("-o", "--output", help="The new folder; it must not exist, or be empty.")]
+
+
+@app.command()
+def patch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a model's name on the Hub.")],
+    attention: Annotated[str, typer.Argument(help="A mechanism of `hf-rfattn list`.")],
+    output: Output,
+    options: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Options of the mechanism.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Which layers, such as 0-5,11; all by default.")] = None,
+    cross_attention: Annotated[bool, typer.Option(help="Patch cross-attention too.")] = False,
+    seed: Annotated[int, typer.Option(help="Of all random draws.")] = 0,
+) -> None:
+    """Patch MODEL and save it with its tokenizer; `from_pretrained` of the folder gives it back patched."""
+
+    def change(loaded: "PreTrainedModel") -> None:
+        from . import patch_model
+
+        patch_model(loaded, config, layers=layers, cross_attention=cross_attention, seed=seed)
+
+    with errors_without_traceback():
+        config = _parse_attention(attention, options or [])
+        _convert(model, output, change)
+    typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`. It needs training.")
+
+
+@app.command()
+def unpatch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A patched folder, or its name on the Hub.")],
+    output: Output,
+) -> None:
+    """Save a patched MODEL with softmax again, without its mechanisms."""
+
+    def change(loaded: "PreTrainedModel") -> None:
+        from . import unpatch_model
+        from .mechanisms import Mechanism
+
+        if not any(isinstance(module, Mechanism) for module in loaded.modules()):
+            raise ValueError(f"{model} is not patched.")
+        unpatch_model(loaded)
+
+    with errors_without_traceback():
+        _convert(model, output, change)
+    typer.echo(f"{output}: {model} with softmax.")
+
+
+def _convert(name: str, output: Path, change: "Callable[[PreTrainedModel], None]") -> None:
+    """Load a model, change it, and save it with its tokenizer into a new folder."""
+    import transformers
+
+    import hf_rfattn  # noqa: F401  # lets patched checkpoints load
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already and is not an empty folder; choose another one.")
+    transformers.logging.set_verbosity_error()
+    loaded = _model_class(load_config(name)).from_pretrained(name)
+    change(loaded)
+    loaded.save_pretrained(output)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):
+        typer.echo(f"{name} has no tokenizer that could be copied.", err=True)
+    else:
+        tokenizer.save_pretrained(output)
 
 
 def _parse_attention(attention: str, assignments: list[str]) -> "MechanismConfig":
@@ -177,7 +242,7 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model_config = _load_config(name)
+    model_config = load_config(name)
     model_class = _model_class(model_config)
     with torch.device("meta"):
         model = (
@@ -186,7 +251,7 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
     sites = find_attention(model)
     _patch(model, config)
     dtype = _dtype(model_config)
-    patched: list[tuple[Mechanism, bool]] = [(s.module.rf, is_causal(s)) for s in sites if hasattr(s.module, "rf")]  # type: ignore[misc]
+    patched: list[tuple[Mechanism, bool]] = [(s.module.rf, is_causal(s)) for s in sites if s.module.rf is not None]  # type: ignore[misc]
 
     costs = []
     for length in lengths:
@@ -209,17 +274,6 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
         "crossover_length": crossover_length(patched),
         **({} if text is None else _measure(name, model_class, config, text)),
     }
-
-
-def _load_config(name: str) -> Any:
-    import transformers
-
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"There is no folder {name!r}.")
-    try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(f"{name!r} is not a model that can be read. {error}") from error
 
 
 def _model_class(config: Any) -> Any:
@@ -352,10 +406,10 @@ def _print_costs(report: dict[str, Any], console: Console) -> None:
     for cost in report["costs"]:
         table.add_row(
             str(cost["length"]),
-            _si(cost["softmax_multiply_adds"]),
-            _si(cost["multiply_adds"]),
+            si(cost["softmax_multiply_adds"]),
+            si(cost["multiply_adds"]),
             f"{cost['multiply_adds'] / cost['softmax_multiply_adds']:.3g}",
-            *(_bytes(cost[key]) for key in memory),
+            *(in_bytes(cost[key]) for key in memory),
         )
     console.print(table, markup=False)
     crossover = report["crossover_length"]
@@ -367,41 +421,9 @@ def _print_costs(report: dict[str, Any], console: Console) -> None:
     ]
     if "state_bytes" in memory:
         lines.append(
-            "State: all that a recurrent decoder must keep. generate() in this version still keeps the whole KV cache."
+            "State: all that generate() keeps of a sequence, in float32; the KV cache of softmax grows by every token."
         )
     if "feature_bytes" in memory:
         lines.append("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
     for line in lines:
         console.print(line, highlight=False, markup=False)
-
-
-def _si(count: int) -> str:
-    return _scaled(count, 1000, ("", " k", " M", " G", " T", " P", " E"))
-
-
-def _bytes(count: int) -> str:
-    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while count >= base and power < len(units) - 1:
-        count, power = count / base, power + 1
-    return f"{count:.4g}{units[power]}"
-
-
-@contextmanager
-def _errors_without_traceback() -> Iterator[None]:
-    """What the user got wrong becomes one message and exit code 2."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    paragraph = message.strip().partition("\n\n")[0]
-    Console(stderr=True).print(
-        f"hf-rfattn: {' '.join(paragraph.split())}", highlight=False, markup=False, soft_wrap=True
-    )
-    raise typer.Exit(2)

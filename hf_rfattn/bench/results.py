@@ -1,0 +1,102 @@
+"""One JSON document a run: what was measured, by which code, on which machine.
+
+Tables, plots and model cards are made from these documents and from nothing else.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA_VERSION = 1
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[str] = ()) -> dict[str, Any]:
+    """The part that all results share; call it when the run starts. `packages`: others whose version matters.
+
+    >>> result = new_result("example", seed=0)
+    >>> list(result)
+    ['schema_version', 'kind', 'created', 'git', 'versions', 'hardware', 'load_average', 'seed']
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "git": git_state(),
+        "versions": versions("hf-rfattn", "torch", "transformers", "numpy", *packages),
+        "hardware": hardware(device),
+        "load_average": load_average(),
+        "seed": seed,
+    }
+
+
+def write_result(result: dict[str, Any], path: Path) -> None:
+    """Write it whole or not at all; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of the working copy that this package runs from, and whether it has changes; nulls if it is installed."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            command = ["git", "-C", str(PACKAGE), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != PACKAGE.parent:  # installed inside somebody else's repository
+        return {"commit": None, "changed": None}
+    return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of Python and of packages; null for one that is not installed."""
+    from .. import __version__
+
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found | {"hf-rfattn": __version__}
+
+
+def hardware(device: str = "cpu") -> dict[str, Any]:
+    """What it runs on: `threads` are those torch has now."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    names = getattr(os, "sysconf_names", {})
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in names else None
+    return {
+        "device": device,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": memory,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def load_average() -> list[float] | None:
+    """Of the last 1, 5 and 15 minutes: what else the machine was doing."""
+    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None

@@ -1,0 +1,73 @@
+"""What all commands share: reading numbers and models from the command line, units, and errors without a traceback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+
+
+def parse_numbers(option: str, text: str, example: str) -> list[int]:
+    """Positive whole numbers between commas, sorted, each once.
+
+    >>> parse_numbers("--lengths", "512, 128,512", "128,512")
+    [128, 512]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} {text!r} must be whole numbers such as {example}.")
+    return sorted({int(part) for part in parts})
+
+
+def load_config(name: str) -> Any:
+    """The config of a model in a folder or on the Hub."""
+    import transformers
+
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"There is no folder {name!r}.")
+    try:
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except OSError as error:
+        raise ValueError(f"{name!r} is not a model that can be read. {error}") from error
+
+
+def si(count: float) -> str:
+    """
+    >>> si(12_345_678)
+    '12.35 M'
+    """
+    return _scaled(count, 1000, ("", " k", " M", " G", " T", " P", " E"))
+
+
+def in_bytes(count: float) -> str:
+    """
+    >>> in_bytes(3 * 2**20)
+    '3 MiB'
+    """
+    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while count >= base and power < len(units) - 1:
+        count, power = count / base, power + 1
+    return f"{count:.4g}{units[power]}"
+
+
+@contextmanager
+def errors_without_traceback() -> Iterator[None]:
+    """What the user got wrong becomes one message and exit code 2."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    paragraph = message.strip().partition("\n\n")[0]
+    Console(stderr=True).print(
+        f"hf-rfattn: {' '.join(paragraph.split())}", highlight=False, markup=False, soft_wrap=True
+    )
+    raise typer.Exit(2)

@@ -1,0 +1,1 @@
+"""Model cards made from measured results, and publishing a checkpoint with its card."""

@@ -1,0 +1,85 @@
+"""`hf-rfattn card DIR` and `hf-rfattn publish DIR --repo me/name`. What they need is imported when they run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..commands import errors_without_traceback, in_bytes
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What save_pretrained of a patched model has written.")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    app.command()(card)
+    app.command()(publish)
+
+
+def card(
+    folder: Folder,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder of result files; they are copied into DIR/results first.")
+    ] = None,
+    repo: Annotated[str | None, typer.Option(metavar="ME/NAME", help="Where it will be published.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="On the Hub; needed only where no result names it.")] = None,
+    license: Annotated[str | None, typer.Option(help="Of the base model, where no result names it.")] = None,
+) -> None:
+    """Write a model card (README.md, results.png) from the checkpoint in DIR and the result files in DIR/results."""
+    with errors_without_traceback():
+        import shutil
+
+        from .cards import write_card
+        from .documents import read_results
+        from .folder import RESULTS, CheckpointFolder
+
+        inside = CheckpointFolder(folder).path / RESULTS
+        if results is not None:
+            read = read_results(results)
+            if not read:
+                raise ValueError(f"{results} holds no result file.")
+            if results.resolve() != inside.resolve():
+                inside.mkdir(exist_ok=True)
+                for result in read:
+                    shutil.copy2(results / result.file, inside / result.file)
+        path = write_card(folder, repo_id=repo, base_model=base_model, license=license)
+    measured = len(list(inside.glob("*.json")))
+    _print(f"Written: {path}, from {measured} result files" if measured else f"Written: {path}; it claims no result")
+
+
+def publish(
+    folder: Folder,
+    repo: Annotated[str, typer.Option(metavar="ME/NAME", help="Of the repository; made if it is not there.")],
+    private: Annotated[bool, typer.Option("--private", help="If it is made, make it private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="A branch; made if it is not there.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and show what would be sent; send nothing.")
+    ] = False,
+) -> None:
+    """Send a patched checkpoint with its card, plot and results to the Hub, in one commit.
+
+    The token is that of `hf auth login` or of HF_TOKEN.
+    """
+    with errors_without_traceback():
+        import transformers
+
+        from .publish import make_plan
+        from .publish import publish as send
+
+        transformers.logging.set_verbosity_error()
+        plan = make_plan(folder, repo, revision)
+        for name, size in plan.files.items():
+            _print(f"{in_bytes(size):>12}  {name}")
+        _print(f"{in_bytes(plan.size):>12}  {len(plan.files)} files, to {plan.address}")
+        if plan.left_out:
+            _print(f"Left out: {', '.join(plan.left_out)}")
+        try:
+            address = send(folder, repo, private=private, revision=revision, dry_run=dry_run, tell=_print)
+        except KeyboardInterrupt:
+            _print("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
+            raise typer.Exit(130) from None
+    _print("Everything is in order; nothing was sent." if dry_run else f"Published: {address}")
+
+
+def _print(line: str) -> None:
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,342 @@
+"""Benchmarks at toy size: what they time, in which order, what they count and write. Nothing here asserts a time."""
+
+import json
+import time
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from conftest import tiny_gpt2, tiny_llama
+from test_cli import failure, run
+
+from hf_rfattn import mechanism_names, patch_model
+from hf_rfattn.bench import decode, decode_report, results
+from hf_rfattn.bench.decode import Decoder, Settings, cache_bytes, measure_decode, predicted_cache_bytes
+from hf_rfattn.bench.timing import Competitor, Spread, Watch, busy_seconds, interleave, median_ratio, threads
+from hf_rfattn.integration.cache import RecurrentLayer
+from hf_rfattn.integration.cost import attention_cost
+from hf_rfattn.mechanisms import resolve_config
+
+QUICK = ("--batches", "1,2", "--repetitions", 2, "--tokens", 2)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    tiny_gpt2().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(gpt2, tmp_path_factory):
+    """One run over every mechanism, through the command line."""
+    output = tmp_path_factory.mktemp("bench") / "new" / "folder"
+    text = run("bench", "decode", "--model", gpt2, "--contexts", "64,32", *QUICK, "--threads", 1, "--output", output)
+    return json.loads((output / "decode.json").read_text()) | {"text": text, "output": output}
+
+
+class Clock:
+    """Stands still unless something runs."""
+
+    def __init__(self):
+        self.now, self.log = 0.0, []
+
+    def __call__(self):
+        self.log.append("read")
+        return self.now
+
+    def spend(self, name, seconds):
+        self.log.append(name)
+        self.now += seconds
+
+
+def test_competitors_are_interleaved():
+    clock = Clock()
+    costs = {"a": 1.0, "b": 2.0, "c": 4.0}
+    competitors = {
+        name: Competitor(
+            run=lambda n=name, s=seconds: clock.spend(n, s), prepare=lambda n=name: clock.spend(f"prepare {n}", 100)
+        )
+        for name, seconds in costs.items()
+    }
+    finished = []
+    seconds = interleave(
+        competitors,
+        repetitions=5,
+        warmup=2,
+        synchronise=lambda: clock.log.append("wait"),
+        clock=clock,
+        after_each=finished.append,
+    )
+    assert seconds == {name: [cost] * 5 for name, cost in costs.items()}  # what prepares is off the clock
+    units = [clock.log[i : i + 6] for i in range(0, len(clock.log), 6)]
+    assert units == [[f"prepare {name}", "wait", "read", name, "wait", "read"] for name in finished]
+    rounds = ["".join(finished[i : i + 3]) for i in range(0, len(finished), 3)]
+    assert len(rounds) == 7 and all(Counter(order) == Counter("abc") for order in rounds)
+    assert len(set(rounds)) > 1
+    again = []
+    interleave(competitors, repetitions=5, warmup=2, clock=clock, after_each=again.append)
+    assert again == finished
+
+
+def test_warmup_is_not_counted():
+    clock = Clock()
+    costs = iter([100, 1, 2, 3])
+    seconds = interleave({"a": Competitor(lambda: clock.spend("a", next(costs)))}, repetitions=3, clock=clock)
+    assert seconds == {"a": [1, 2, 3]}
+
+
+class Neighbours:
+    """A clock, and what other processes take of its time: a share for each second."""
+
+    def __init__(self, shares):
+        self.shares, self.now, self.taken = iter(shares), 0.0, 0.0
+
+    def clock(self):
+        return self.now
+
+    def busy(self):
+        return self.taken
+
+    def second(self):
+        self.now += 1
+        self.taken += next(self.shares)
+
+    def sleep(self, seconds):
+        assert seconds == 0.5
+        self.now += seconds
+        self.taken += seconds * next(self.shares)
+
+
+def watched(shares, patience, repetitions):
+    others = Neighbours(shares)
+    watch = Watch(patience, busy=others.busy, clock=others.clock, sleep=others.sleep)
+    seconds = interleave({"a": Competitor(others.second)}, repetitions, warmup=0, watch=watch, clock=others.clock)
+    assert seconds == {"a": [1] * repetitions} and next(others.shares, None) is None
+    return watch.to_dict()
+
+
+def test_runs_that_others_disturb():
+    assert watched([0, 1, 0], 0, 3) == {"runs": 3, "disturbed": 1, "thrown_away": 0}
+    assert watched([0.05, 0.1, 0.15], 0, 3) == {"runs": 3, "disturbed": 1, "thrown_away": 0}
+    # disturbed, two half seconds of waiting, calm: again
+    assert watched([0, 1, 1, 0, 0, 0], 60, 3) == {"runs": 3, "disturbed": 0, "thrown_away": 1}
+    # patience ends after the run thrown away (1 s) and two waits (1 s): what comes then counts, but is told
+    assert watched([1, 1, 1, 1, 1], 2, 2) == {"runs": 2, "disturbed": 2, "thrown_away": 1}
+
+
+def test_others_are_told_from_this_process():
+    before, start = busy_seconds(), time.process_time()
+    while time.process_time() - start < 0.3:
+        pass
+    assert busy_seconds() - before < 10  # a number of seconds; how many is up to the others
+
+
+def test_spread_and_ratio():
+    assert Spread.of([7.0]) == Spread(7, 7, 7, 1)
+    assert Spread.of([5, 1, 2, 3, 4]) == Spread(3, 2, 4, 5)
+    assert Spread.of([1 / 3]).median == 0.3333
+    assert median_ratio([1, 10, 30], [1, 5, 10]) == 2
+
+
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), threads(2) as count:
+        assert count == torch.get_num_threads() == 2
+        raise KeyError
+    assert torch.get_num_threads() == before
+    with threads(None) as count:
+        assert count == before
+
+
+def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch):
+    found = results.new_result("test", seed=3, packages=["no-such-package"])
+    assert found["schema_version"] == results.SCHEMA_VERSION and found["kind"] == "test" and found["seed"] == 3
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["no-such-package"] is None
+    assert found["hardware"]["threads"] == torch.get_num_threads() and found["hardware"]["memory_bytes"] > 2**28
+    monkeypatch.setattr(results, "PACKAGE", tmp_path)
+    assert results.git_state() == {"commit": None, "changed": None}
+
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    results.write_result({"name": "favor+", "ü": 1}, path)
+    assert json.loads(path.read_text(encoding="utf-8")) == {"name": "favor+", "ü": 1}
+    with pytest.raises(TypeError):
+        results.write_result({"name": object()}, path)
+    assert json.loads(path.read_text(encoding="utf-8"))["ü"] == 1
+    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+
+
+def test_decode_writes_a_result(result):
+    assert result["kind"] == "bench decode" and result["schema_version"] == results.SCHEMA_VERSION
+    assert result["model"]["type"] == "gpt2" and result["model"]["layers"] == 2 and result["model"]["head_dim"] == 8
+    assert result["hardware"]["threads"] == 1 and result["tokens_per_repetition"] == 2
+    assert result["contexts"] == [32, 64] and result["batches"] == [1, 2]
+    assert result["attention"] == {name: resolve_config(name).to_dict() for name in mechanism_names()}
+    cells = {(c["attention"], c["batch"], c["context"]) for c in result["cells"]}
+    names = ["softmax", *mechanism_names()]
+    assert cells == {(name, batch, context) for name in names for batch in (1, 2) for context in (32, 64)}
+    assert len(cells) == len(result["cells"])
+    for cell in result["cells"]:
+        spread = cell["ms_per_token"]
+        assert 0 < spread["lower"] <= spread["median"] <= spread["upper"] and spread["count"] == 2
+        assert cell["tokens_per_second"] == pytest.approx(1000 * cell["batch"] / spread["median"], rel=1e-3)
+        assert cell["tokens_per_second_over_softmax"] == 1 or cell["attention"] != "softmax"
+    assert result["neighbours"]["runs"] == 2 * len(cells) and result["neighbours"]["thrown_away"] == 0
+    assert (result["output"] / "decode.png").read_bytes().startswith(b"\x89PNG")
+    for name in names:
+        assert name in result["text"]
+    assert "bytes of cache, one sequence" in result["text"] and str(result["output"] / "decode.json") in result["text"]
+
+
+def test_bytes_are_those_predicted(result):
+    for cell in result["cells"]:
+        assert cell["cache_bytes"] == cell["predicted_cache_bytes"]
+        if cell["attention"] == "softmax":  # layers, keys and values, width, float32
+            assert cell["cache_bytes"] == cell["batch"] * cell["context"] * 2 * 2 * 32 * 4
+    held = {(c["attention"], c["batch"], c["context"]): c["cache_bytes"] for c in result["cells"]}
+    for name in mechanism_names():
+        assert held[name, 1, 32] == held[name, 1, 64] == held[name, 2, 64] // 2
+    assert held["softmax", 1, 64] == 2 * held["softmax", 1, 32]
+
+
+@pytest.mark.parametrize("name", ["softmax", *mechanism_names()])
+def test_a_lengthened_cache_is_that_of_a_real_prompt(name):
+    """Grouped queries: bytes, shapes and lengths after the shortcut are those after prefilling the whole context."""
+    model = tiny_llama()
+    site = next(m for n, m in model.named_modules() if n.endswith("self_attn"))
+    if name != "softmax":
+        patch_model(model, name)
+    context, batch = 100, 2
+    decoder = Decoder(model, batch, context, tokens=3, seed=0)
+    decoder.prepare()
+    real = model(torch.randint(50, (batch, context)), use_cache=True).past_key_values
+    assert decoder.cache.get_seq_length() == real.get_seq_length() == context
+    for mine, theirs in zip(decoder.cache.layers, real.layers, strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(mine, RecurrentLayer):
+            assert {n: x.shape for n, x in mine.state.items()} == {n: x.shape for n, x in theirs.state.items()}
+        else:
+            assert mine.keys.shape == theirs.keys.shape and mine.values.is_contiguous()
+    assert cache_bytes(decoder.cache) == cache_bytes(real) == predicted_cache_bytes(model, batch, context)
+    if name != "softmax":
+        cost = attention_cost(site.rf, context, causal=True)
+        state = site.rf.new_state(batch, site.rf.head_dim, torch.float32, "meta")
+        assert cache_bytes(real) == 2 * batch * cost.memory == 2 * sum(x.nbytes for x in state.values())
+        assert decode.softmax_bytes(model, batch, context) == 2 * batch * cost.softmax_memory
+
+
+@pytest.mark.parametrize("name", ["softmax", "fmm"])
+def test_every_row_of_steps_starts_after_the_context(name):
+    model = tiny_gpt2() if name == "softmax" else patch_model(tiny_gpt2(), name)
+    decoder = Decoder(model, batch=2, context=40, tokens=3, seed=0)
+    positions = []
+    model.transformer.wpe.register_forward_pre_hook(lambda module, args: positions.append(args[0].flatten().tolist()))
+    for _ in range(2):
+        decoder.prepare()
+        assert decoder.cache.get_seq_length() == 40
+        decoder.run()
+        assert decoder.cache.get_seq_length() == 43
+    assert [p[0] for p in positions] == [39, 40, 41, 42] * 2
+
+
+def test_competitors_share_their_weights():
+    model = tiny_gpt2()
+    models = decode.share_weights(model, {name: resolve_config(name) for name in ("favor+", "band")}, seed=0)
+    assert models["softmax"] is model and model.config._attn_implementation == "sdpa"
+    for name in ("favor+", "band"):
+        assert models[name].transformer.h[0].attn.c_attn.weight is model.transformer.h[0].attn.c_attn.weight
+        assert models[name].transformer.h[0].attn.rf.config.name == name
+    assert not hasattr(model.transformer.h[0].attn, "rf")
+
+
+def test_windows_and_layers_left_alone():
+    """A model with a sliding window in every other layer: filled to its window, no prediction."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, sliding_window=16, layer_types=["sliding_attention", "full_attention"], pad_token_id=0,
+    )  # fmt: skip
+    for name in ("softmax", "favor+"):
+        model = transformers.Gemma3ForCausalLM(config).eval()
+        if name != "softmax":
+            with pytest.warns(UserWarning):
+                patch_model(model, name)
+        decoder = Decoder(model, batch=1, context=40, tokens=2, seed=0)
+        for _ in range(2):
+            decoder.prepare()
+            decoder.run()
+        assert decoder.cache.layers[0].keys.shape[2] == 15
+        assert decoder.cache.layers[1].get_seq_length() == 42
+        assert predicted_cache_bytes(model, 1, 40) is None
+
+
+def test_softmax_is_skipped_where_it_does_not_fit(gpt2, monkeypatch, tmp_path):
+    room = 64 * 2 * 2 * 32 * 4 * 2  # bytes: a cache of 64 tokens with a copy of both layers, not two of them
+    monkeypatch.setattr(decode, "free_memory", lambda device: room)
+    arguments = ("--contexts", "32,64", *QUICK, "--attention", "favor+", "--output", tmp_path)
+    text = run("bench", "decode", "--model", gpt2, *arguments)
+    result = json.loads((tmp_path / "decode.json").read_text())
+    cells = {(c["attention"], c["batch"], c["context"]): c for c in result["cells"]}
+    assert cells["softmax", 2, 64]["skipped"].startswith("needs ") and "ms_per_token" not in cells["softmax", 2, 64]
+    assert cells["favor+", 2, 64]["tokens_per_second_over_softmax"] is None
+    assert "skipped" not in cells["softmax", 1, 32]
+    assert "Not measured: softmax, context 64, batch 2: needs" in text
+
+
+def test_contexts_are_measured_together_where_they_fit():
+    model = tiny_gpt2()  # 512 bytes a token
+    assert decode._groups(model, 1, [32, 64, 128], free=10**9) == [[32, 64, 128]]
+    assert decode._groups(model, 1, [32, 64, 128], free=2 * 512 * 100) == [[32, 64], [128]]
+    assert decode._groups(model, 1, [32, 64, 128], free=0) == [[32], [64], [128]]
+
+
+def test_some_mechanisms_only_and_the_default_model(monkeypatch, tmp_path):
+    """Names between commas or one by one; without --model a random gpt2, here a small one."""
+    small = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=30, bos_token_id=0, eos_token_id=0)
+    monkeypatch.setattr(decode, "GPT2Config", lambda **options: transformers.GPT2Config(**small | options))
+    arguments = ("--attention", "performer,band", "--attention", "softmax", "--attention", "linear")
+    run("bench", "decode", "--contexts", "32", *QUICK, *arguments, "--output", tmp_path, "--dtype", "bfloat16")
+    result = json.loads((tmp_path / "decode.json").read_text())
+    assert list(result["attention"]) == ["performer", "band", "linear"]
+    assert result["model"]["name"] == "gpt2-shaped, random weights" and result["model"]["dtype"] == "bfloat16"
+    softmax = next(c for c in result["cells"] if c["attention"] == "softmax" and c["batch"] == 1)
+    assert softmax["cache_bytes"] == softmax["predicted_cache_bytes"] == 32 * 2 * 16 * 2
+
+
+def test_plot_and_tables_need_the_document_alone(result):
+    document = json.loads((result["output"] / "decode.json").read_text())
+    figure = decode_report.plot(document)
+    assert len(figure.axes) == 3 and figure.axes[0].get_xscale() == figure.axes[2].get_yscale() == "log"
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    softmax = [c for c in document["cells"] if c["attention"] == "softmax" and c["batch"] == 1]
+    assert list(lines["softmax"].get_ydata()) == [c["ms_per_token"]["median"] for c in softmax]
+    assert [table.row_count for table in decode_report.tables(document)] == [1 + len(mechanism_names())] * 3
+
+
+def test_the_global_generator_is_left_alone(gpt2):
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    measure_decode(Settings([8], [1], ["favor+"], model=str(gpt2), repetitions=1, tokens=1))
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--contexts", "many"), "--contexts 'many' must be whole numbers such as 1024,4096"),
+        (("--contexts", "1"), "at least 2 tokens"),
+        (("--contexts", "160"), "This gpt2 has 160 positions, fewer than the 168"),
+        (("--batches", "0"), "--batches '0' must be whole numbers"),
+        (("--attention", "favr"), "Unknown attention 'favr'"),
+        (("--dtype", "float8"), "dtype 'float8' is not possible; choose one of float32, bfloat16, float16."),
+        (("--device", "abacus"), "device 'abacus' is not possible here."),
+        (("--model", "/there/is/none"), "There is no folder '/there/is/none'."),
+    ],
+)
+def test_mistakes(gpt2, tmp_path, arguments, message):
+    given = ("--model", gpt2) if "--model" not in arguments else ()
+    assert message in failure("bench", "decode", *given, "--output", tmp_path / "none", *arguments)
+    assert not (tmp_path / "none").exists()

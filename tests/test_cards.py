@@ -1,0 +1,392 @@
+"""Cards: every number from the documents, nothing claimed that was not measured, metadata that the Hub takes."""
+
+import contextlib
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from result_documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, speed, task, write_results
+from typer.testing import CliRunner
+
+from hf_rfattn.bench.results import new_result
+from hf_rfattn.cli import app
+from hf_rfattn.commands import in_bytes
+from hf_rfattn.hub.cards import auto_class, make_card, render, write_card
+from hf_rfattn.hub.citations import PAPERS, bibliography
+from hf_rfattn.hub.comparison import FAR, crossover, number
+from hf_rfattn.hub.documents import parse_result, read_results
+from hf_rfattn.hub.folder import CheckpointFolder, attention_label, checkpoint_fingerprint, mechanism_names_in
+from hf_rfattn.mechanisms import mechanism_names
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Saved once for each attention, by name."""
+    top = tmp_path_factory.mktemp("checkpoints")
+    make_checkpoint(top / "favor")
+    make_checkpoint(top / "fmm", FMM, tokenizer=False)
+    make_checkpoint(top / "one", FAVOR, layers=[1])
+    return top
+
+
+@pytest.fixture
+def folder(checkpoints, tmp_path):
+    return Path(shutil.copytree(checkpoints / "favor", tmp_path / "tiny"))
+
+
+@pytest.fixture
+def measured(folder):
+    write_results(folder, measured_runs())
+    return folder
+
+
+def section(text, title):
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_metadata(measured):
+    """Read back by huggingface_hub's own classes from the YAML in the file."""
+    write_card(measured, repo_id="me/tiny")
+    card = ModelCard.load(measured / "README.md")
+    data = card.data.to_dict()
+    assert data["base_model"] == BASE and data["base_model_relation"] == "finetune"
+    assert data["library_name"] == "transformers" and data["license"] == "apache-2.0"
+    assert data["pipeline_tag"] == "text-classification"
+    assert data["datasets"] == ["stanfordnlp/snli"] and data["metrics"] == ["accuracy"]
+    assert {"hf_rfattn", "favor+"} <= set(data["tags"])
+    assert data["rfattn_checkpoint_sha256"] == checkpoint_fingerprint(measured)
+    (result,) = card.data.eval_results
+    assert (result.task_type, result.dataset_type, result.dataset_split) == (
+        "text-classification",
+        "stanfordnlp/snli",
+        "validation",
+    )
+    assert (result.metric_type, result.metric_value) == ("accuracy", 0.5703)
+    again = ModelCardData(**yaml.safe_load(str(card).split("---\n")[1]))
+    assert again.eval_results == card.data.eval_results
+
+
+def test_says_what_it_is_and_how_to_load_it(measured):
+    text = render(make_card(measured, repo_id="me/tiny"))
+    assert '| 0-1 | softmax → favor+ | `num_features=16`, `projection="orthogonal"`' in text
+    assert 'model = AutoModelForSequenceClassification.from_pretrained("me/tiny")' in text
+    assert text.index("import hf_rfattn") < text.index("from transformers import")
+    assert "pip install hf-rfattn" in text
+    assert "commit `0123456789abcdef` of hf_rfattn, seed 3" in text
+    assert "`python recipes/finetune_snli.py --attention favor+`" in text
+    assert "Rethinking Attention with Performers" in text and "Hedgehog" not in section(text, "Citations")
+    assert "{{" not in text and "{%" not in text and "None" not in text
+
+
+def test_the_snippet_runs(measured):
+    """The code of the card, with the folder in the place of the repository."""
+    text = render(make_card(measured, repo_id="me/tiny"))
+    code = text.partition("```python\n")[2].partition("```")[0]
+    scope = {}
+    exec(code.replace("me/tiny", str(measured)), scope)
+    assert scope["model"].bert.encoder.layer[0].attention.self.rf is not None
+    assert len(scope["tokenizer"]("a b").input_ids) == 4
+
+
+def numbers_in(text):
+    return set(re.findall(r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e-\d+)?", text.replace(" ×", "×")))
+
+
+def leaves(document):
+    if isinstance(document, dict):
+        return [leaf for value in document.values() for leaf in leaves(value)]
+    if isinstance(document, list):
+        return [leaf for value in document for leaf in leaves(value)]
+    return [document]
+
+
+def test_every_number_of_the_results_is_in_the_documents(measured):
+    """Tables: numbers as they are written, or a ratio of two of them. Nothing else."""
+    documents = measured_runs()
+    text = section(render(make_card(measured)), "Results")
+    plain = [leaf for leaf in leaves(documents) if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)]
+    allowed = {number(value) for value in plain} | {json.dumps(value) for value in plain}
+    allowed |= {in_bytes(value).split()[0] for value in plain}
+    timings = documents["speed.json"]["lengths"]
+    allowed |= {number(t[f"{who}_seconds"] * 1000) for t in timings for who in ("softmax", "patched")}
+    allowed |= {number(t["softmax_seconds"] / t["patched_seconds"], 3) for t in timings}
+    labels = {str(value) for name in ("band.json", "favor.json") for value in documents[name]["attention"].values()}
+    found = numbers_in(re.sub(r"!\[.*", "", text))
+    assert len(found) > 25
+    assert found <= allowed | labels
+
+
+def number_leaves(document, path=()):
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield from number_leaves(value, (*path, key))
+    elif isinstance(document, list):
+        for i, value in enumerate(document):
+            yield from number_leaves(value, (*path, i))
+    elif isinstance(document, float) or (isinstance(document, int) and path[-1] in ("n", "batch", "length", "seed")):
+        yield path
+
+
+SHOWN = [
+    (name, path)
+    for name in ("favor.json", "softmax.json", "average.json", "speed.json")
+    for path in number_leaves(measured_runs()[name])
+    if path[0] in ("metrics", "samples_per_second", "tokens_per_second", "lengths", "batch", "seed")
+    and not (path[-1] == "n" and name != "favor.json")
+]
+
+
+@pytest.mark.parametrize(
+    "name, path", SHOWN, ids=lambda part: part if isinstance(part, str) else ".".join(map(str, part))
+)
+def test_a_changed_number_changes_the_card(measured, name, path):
+    before = render(make_card(measured))
+
+    def change(document):
+        for key in path[:-1]:
+            document = document[key]
+        value = document[path[-1]]
+        document[path[-1]] = value + 1 if isinstance(value, int) else value * 0.9
+
+    edit(measured / "results" / name, change)
+    body = render(make_card(measured))
+    assert body.partition("# tiny")[2] != before.partition("# tiny")[2]  # not the fingerprint alone
+
+
+def test_limitations_come_from_the_numbers(measured):
+    said = section(render(make_card(measured)), "Limitations")
+    assert "loses 6.61 points of accuracy against softmax of the same budget" in said
+    assert "At 128 tokens this model is slower than softmax: 0.699 × its speed" in said
+    assert "At 1,024 tokens this model is slower" not in said
+    assert "At 128 tokens it takes more memory than softmax: 1.03 ×" in said
+    assert "not shown to be better than a window alone: accuracy 0.5703 against 0.5411" in said
+    assert "plain averaging" not in said  # clearly better than that
+    assert "one run (seed 3)" in said
+    assert "Test CPU" in said
+
+    edit(measured / "results/average.json", lambda d: d["metrics"]["accuracy"].update(value=0.58))
+    edit(measured / "results/softmax.json", lambda d: d["metrics"]["accuracy"].update(value=0.58))
+    said = section(render(make_card(measured)), "Limitations")
+    assert "not shown to be better than plain averaging, which is no attention at all" in said
+    assert "within the noise" in said
+
+    edit(measured / "results/favor.json", lambda d: d["metrics"]["accuracy"].update(value=0.7))
+    assert "it gains 12 points of accuracy" in section(render(make_card(measured)), "Limitations")
+
+
+def test_metrics_without_a_scale_and_where_less_is_more(folder):
+    perplexity = {"perplexity": {"value": 31.5, "n": 4000}}
+    write_results(folder, {"a.json": task(metrics=perplexity)})
+    write_results(folder, {"b.json": task("softmax", metrics={"perplexity": {"value": 24.25, "n": 4000}})})
+    said = section(render(make_card(folder)), "Limitations")
+    assert "its perplexity is worse than that of softmax of the same budget (seed 3): 31.5 against 24.25" in said
+    squad = {"exact_match": {"value": 71.5, "n": 10570, "scale": 100}}
+    write_results(folder, {"a.json": task(metrics=squad)})
+    write_results(folder, {"b.json": task("softmax", metrics={"exact_match": {"value": 81, "n": 10570, "scale": 100}})})
+    assert "loses 9.5 points of exact_match" in section(render(make_card(folder)), "Limitations")
+
+
+def test_missing_rows_are_named(folder):
+    write_results(folder, {"favor.json": task()})
+    said = section(render(make_card(folder)), "Limitations")
+    missing = "softmax, same budget; control: near field alone; control: plain average, no attention"
+    assert f"Not measured on snli with this budget: {missing}." in said
+    assert "No speed was measured" in said
+    assert "points" not in said
+
+
+def test_another_budget_or_data_set_is_no_comparison(folder):
+    write_results(
+        folder,
+        {
+            "favor.json": task(),
+            "longer.json": task("softmax", 0.81, budget={"epochs": 3}),
+            "other.json": task("softmax", 0.82, dataset={"name": "x/y", "split": "test", "fingerprint": "1"}),
+            "base.json": task("softmax", 0.83, model="google-bert/bert-base-uncased"),
+        },
+    )
+    text = render(make_card(folder))
+    assert not {"0.81", "0.82", "0.83"} & numbers_in(text.partition("# tiny")[2])
+    assert "Not measured on snli with this budget: softmax, same budget" in text
+
+
+def test_controls_of_a_hybrid(checkpoints, tmp_path):
+    folder = Path(shutil.copytree(checkpoints / "fmm", tmp_path / "fmm"))
+    near, far = {"mechanism": "band", "bandwidth": 4}, {"mechanism": "linear"}
+    write_results(folder, {"own.json": task(FMM), "near.json": task(near, 0.5711), "far.json": task(far, 0.5)})
+    card = make_card(folder)
+    assert [row.role for row in card.comparisons[0].rows][1] == FAR
+    text = render(card)
+    assert "not shown to be better than its near field alone: accuracy 0.5703 against 0.5711" in text
+    assert "better than its far field alone" not in text
+    cited = section(text, "Citations")
+    assert "FMMformer" in cited and "{RNNs}" in cited and "Performers" not in cited
+
+
+def test_runs_of_other_seeds_are_shown_but_not_claimed(folder):
+    own = checkpoint_fingerprint(folder)
+    runs = {"a.json": task(accuracy=0.51, seed=1, checkpoint="0" * 64), "b.json": task(seed=2, checkpoint=own)}
+    write_results(folder, runs)
+    card = make_card(folder)
+    assert [result.metric_value for result in card.evaluations] == [0.5703]
+    text = render(card)
+    assert "| the same, another run | 1 | 0.51 |" in text and "one run" not in section(text, "Limitations")
+    for name in runs:
+        edit(folder / "results" / name, lambda document: document.pop("checkpoint"))
+    with pytest.raises(ValueError, match=r"a\.json, b\.json: any of these runs may have made"):
+        make_card(folder)
+
+
+def test_results_of_other_options_or_layers_are_not_its_own(checkpoints, folder):
+    write_results(folder, {"a.json": task({"mechanism": "favor+", "num_features": 32}), "b.json": task("softmax", 0.6)})
+    assert make_card(folder).comparisons == []
+    whole, one = CheckpointFolder(checkpoints / "favor"), CheckpointFolder(checkpoints / "one")
+    assert whole.holds({**FAVOR, "mechanism": "performer"}) and whole.holds({"layers": {"0": FAVOR, "1": FAVOR}})
+    assert not one.holds(FAVOR) and one.holds({"layers": {"1": FAVOR}})
+    assert one.holds({"layers": {"0": "softmax", "1": FAVOR}}) and not one.holds("softmax")
+
+
+def test_without_results_it_claims_nothing(folder):
+    write_card(folder, base_model=BASE, license="apache-2.0")
+    card = ModelCard.load(folder / "README.md")
+    assert "model-index" not in card.data.to_dict() and card.data.eval_results is None
+    assert "datasets" not in card.data.to_dict() and "metrics" not in card.data.to_dict()
+    assert "Nothing was measured with this checkpoint, so this card claims nothing" in card.text
+    assert "No accuracy was measured" in card.text and "No speed was measured" in card.text
+    assert not (folder / "results.png").exists() and "![" not in card.text
+    assert not numbers_in(section(card.text, "Results"))
+
+
+def test_licence_and_base_model(measured):
+    with pytest.raises(ValueError, match="one licence, but there are several: mit, apache"):
+        make_card(measured, license="mit")
+    with pytest.raises(ValueError, match="one base model"):
+        make_card(measured, base_model="me/other")
+    edit(measured / "results/favor.json", lambda d: d.update(base_license=None, model="/data/local/bert"))
+    (measured / "results/speed.json").unlink()
+    text = render(make_card(measured))
+    assert "base_model" not in text and "license:" not in text and "not recorded here; look it up" in text
+
+
+def test_plot(measured):
+    write_card(measured)
+    first = (measured / "results.png").read_bytes()
+    assert first.startswith(b"\x89PNG") and "](results.png)" in (measured / "README.md").read_text()
+    write_card(measured)
+    assert (measured / "results.png").read_bytes() == first
+    edit(measured / "results/softmax.json", lambda d: d["metrics"]["accuracy"].update(value=0.9))
+    write_card(measured)
+    assert (measured / "results.png").read_bytes() != first
+
+
+def test_crossover():
+    def of(*speeds):
+        rows = [{"length": 2**i, "softmax_seconds": s, "patched_seconds": 1.0} for i, s in enumerate(speeds)]
+        return crossover(parse_result(speed(lengths=rows)))
+
+    assert of(0.5, 2.0, 3.0) == 2 and of(2.0, 0.5, 3.0) == 4 and of(2.0, 3.0) == 1 and of(2.0, 0.9) is None
+
+
+def test_command(folder, tmp_path):
+    for name, document in measured_runs().items():
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        (tmp_path / "runs" / name).write_text(json.dumps(document))
+    (tmp_path / "runs" / "decode.json").write_text(json.dumps({"kind": "bench decode"}))
+    words = ["card", str(folder), "--results", str(tmp_path / "runs"), "--repo", "me/tiny"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and "from 6 result files" in result.output, result.output
+    assert "0.5703" in (folder / "README.md").read_text()
+    result = CliRunner().invoke(app, ["card", str(tmp_path)])
+    assert result.exit_code == 2 and "has no config.json" in result.output
+
+
+def test_every_mechanism_is_cited_or_has_no_paper():
+    assert set(PAPERS) == set(mechanism_names()) - {"average"}
+    cited = {key for keys in PAPERS.values() for key in keys} | {"likhosherstov2022chefs"}
+    assert cited == set(bibliography())
+    for entry in bibliography().values():
+        assert entry.count("{") == entry.count("}") and "year" in entry and "title" in entry
+
+
+def test_auto_class():
+    assert auto_class("GPT2ForQuestionAnswering") == "AutoModelForQuestionAnswering"
+    assert auto_class("BartForConditionalGeneration") == "BartForConditionalGeneration"
+    assert auto_class(None) == "AutoModel"
+
+
+# Documents
+
+
+def test_what_the_package_writes_is_what_cards_read():
+    """Fields that all results share come from `new_result`."""
+    fields = {k: v for k, v in task().items() if k not in new_result("task", seed=0)}
+    assert parse_result({**new_result("task", seed=4), **fields}).seed == 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda d: d.pop("metrics"), "has no 'metrics'"),
+        (lambda d: d.update(metrics={}), "metrics is empty"),
+        (lambda d: d["metrics"]["accuracy"].pop("n"), "metrics: accuracy has no 'n'"),
+        (lambda d: d["metrics"]["accuracy"].update(value=float("nan")), "must be a finite number"),
+        (lambda d: d["metrics"]["accuracy"].update(value="0.5"), "must be a finite number"),
+        (lambda d: d.update(schema_version=99), "schema_version 99 is not known"),
+        (lambda d: d.update(kind="taks"), "kind 'taks' is not possible"),
+        (lambda d: d.update(attention=["favor+"]), "attention: .* is neither 'softmax' nor"),
+        (lambda d: d.update(samples_per_second=-1), "above zero or null"),
+        (lambda d: d["dataset"].pop("fingerprint"), "dataset has no 'fingerprint'"),
+    ],
+)
+def test_documents_that_are_wrong(change, message):
+    document = copy.deepcopy(task())
+    change(document)
+    with pytest.raises(ValueError, match=message):
+        parse_result(document, "x.json")
+
+
+def test_files_that_are_wrong(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json is not a JSON document"):
+        read_results(tmp_path)
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"x\.json must be a JSON object"):
+        read_results(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_document_is_read_or_refused(data):
+    document = copy.deepcopy(data.draw(st.sampled_from([task(), speed()])))
+    document[data.draw(st.sampled_from(sorted(document)))] = data.draw(JSON)
+    with contextlib.suppress(ValueError):
+        parse_result(document)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_attention_is_compared_or_refused(checkpoints, data):
+    attention = data.draw(
+        st.dictionaries(st.sampled_from(["mechanism", "far", "layers", "num_features"]), JSON | st.just("fmm"))
+        | st.fixed_dictionaries({"layers": st.dictionaries(st.text(max_size=3) | st.just("0-1"), JSON)})
+    )
+    with contextlib.suppress(ValueError):
+        result = parse_result(task(attention))
+        assert CheckpointFolder(checkpoints / "favor").holds(result.attention) in (True, False)
+        assert isinstance(attention_label(result.attention), str) and isinstance(
+            mechanism_names_in(result.attention), list
+        )
