@@ -1,5 +1,6 @@
 """Random-feature and fast-multipole attention for pretrained Hugging Face models."""
 
+from .hub.publish import publish
 from .integration import AttentionError, attention_error, calibrate, patch_model, redraw, unpatch_model
 from .mechanisms import Mechanism, MechanismConfig, build_mechanism, mechanism_names, register_mechanism
 from .mechanisms.average import AverageConfig
@@ -28,6 +29,7 @@ __all__ = [
     "calibrate",
     "mechanism_names",
     "patch_model",
+    "publish",
     "redraw",
     "register_mechanism",
     "unpatch_model",

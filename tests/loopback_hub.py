@@ -80,7 +80,7 @@ class LoopbackHub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"hub": self}))
         self.server.daemon_threads = True
         self.address = f"http://127.0.0.1:{self.server.server_port}"
-        self._timer = threading.Timer(lifetime, self.server.shutdown)
+        self._timer = threading.Timer(lifetime, self.stop)
         self._timer.daemon = True
 
     def __enter__(self):
@@ -90,8 +90,11 @@ class LoopbackHub:
 
     def __exit__(self, *_):
         self._timer.cancel()
+        self.stop()
+
+    def stop(self):
         self.server.shutdown()
-        self.server.server_close()
+        self.server.server_close()  # who still asks is refused, and does not wait
 
     def reset(self):
         for state in (self.repos, self.storage, self.xorbs, self.shards, self.faults, self.requests, self.ignored):

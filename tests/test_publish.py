@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,7 +82,10 @@ class Worker:
     def ask(self, request):
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+        watchdog = threading.Timer(120, self.process.kill)  # then the answer is empty
+        watchdog.start()
         answer = self.process.stdout.readline()
+        watchdog.cancel()
         assert answer, Path(self.log.name).read_text()[-3000:]
         assert not any(token in answer for token in (TOKEN, STRANGER))
         return json.loads(answer)
