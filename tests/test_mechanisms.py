@@ -223,7 +223,7 @@ def test_real_magnitudes(variant, dtype, causal):
     assert out.dtype == dtype and torch.isfinite(out).all()
     leaves = [q, k, v, *mechanism.parameters()]
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.float().sum(), leaves, materialize_grads=True))
-    if "tanh" in str(variant) or "laplace" in str(variant) or "relu" in str(variant):
+    if "tanh" in str(variant):
         return  # denominators near zero: no digits to compare
     exact = definition(mechanism.double(), *(x.detach().double() for x in (q, k, v)), key_mask=key_mask, causal=causal)
     error = (out.detach().double() - exact).norm() / exact.norm()
