@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 GROUP = 50  # batches within which examples are sorted by length
+LENGTH = "length"  # the column they are sorted by; models do not read it
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class PadBatch:
         longest = max(len(row["input_ids"]) for row in rows)
         batch: dict[str, Tensor] = {}
         for name in rows[0]:
+            if name == LENGTH:
+                continue
             if name in self.padding:
                 filled = torch.full((len(rows), longest), self.padding[name])
                 for i, row in enumerate(rows):

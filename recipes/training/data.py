@@ -92,7 +92,7 @@ def _load_from_hub(source: Source, split: str) -> Dataset:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"{source.hub_name} ({source.config or 'no config'}, split {split!r}) cannot be loaded from the Hub: {reason} "
+            f"{source.hub_name} ({source.config or 'no config'}, split {split!r}) cannot be had from the Hub: {reason} "
             "A local folder or `--data sample` needs no Hub."
         ) from error
 

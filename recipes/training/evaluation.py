@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 from .progress import Progress
 from .task import Metric, Prepared, Task
 
+TARGETS = {"labels", "start_positions", "end_positions"}
+
 
 def evaluation_loaders(accelerator: Accelerator, prepared: Prepared, batch_size: int) -> dict[str, DataLoader]:
     """One loader a split, shared among the processes. A generator of its own keeps it from the training's dice."""
@@ -44,7 +46,8 @@ def evaluate(
         for split, loader in loaders.items():
             parts: list[dict[str, Tensor]] = []
             for batch in loader:
-                predictions = task.predict(model(**batch, **prepared.fixed_inputs), batch)
+                inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # no loss is needed
+                predictions = task.predict(model(**inputs, **prepared.fixed_inputs), batch)
                 # drops the examples that were repeated to give every process a full last batch
                 parts.append({k: v.cpu() for k, v in accelerator.gather_for_metrics(predictions).items()})
                 advance()

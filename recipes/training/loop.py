@@ -125,7 +125,7 @@ class Loop:
             yield send_to_device(batch, accelerator.device, non_blocking=True)
 
     def _read_loss(self) -> str:
-        """The mean loss since the last reading, over all processes. It waits for the device, so it is not done often."""
+        """The mean loss since the last reading, over all processes. It waits for the device: not to be done often."""
         if not self._unread:
             return ""
         progress = self.progress

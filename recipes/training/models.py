@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 import hf_rfattn
 from hf_rfattn.mechanisms import resolve_config
 
-from .options import RunOptions, flag
+from .options import RunOptions
 
 
 def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
@@ -121,8 +121,8 @@ def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
         raise ValueError(
-            f"{flag('max_length')} {wanted} is more than the {limit} positions of this model. Choose at most {limit}, or "
-            f"give the model more first: hf_rfattn.extend_positions(model, {wanted}), save_pretrained, then --model."
+            f"--max-length {wanted} is more than the {limit} positions of this model. Choose at most {limit}, or give "
+            f"the model more first: hf_rfattn.extend_positions(model, {wanted}), save_pretrained, then --model."
         )
     return wanted
 

@@ -42,8 +42,8 @@ class RunOptions:
 
     # the data
     data: str | None = described(
-        "A data set's name on the Hub, a folder of parquet, json or csv files named by split, or 'sample'. Default: the "
-        "task's own on the Hub."
+        "A data set's name on the Hub, a folder of parquet, json or csv files named by split, or 'sample'. Default: "
+        "the task's own on the Hub."
     )
     data_name: str | None = described("What result files call the data; a folder is called by its own name.")
     eval_split: str | None = described("The split to evaluate on, if it is not the task's own.")

@@ -88,8 +88,8 @@ def check_space(output: Path, parameters: int, options: RunOptions) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
-            f"--output {options.output}: this run may write up to {in_bytes(needed)}, but the disk has {in_bytes(free)} "
-            "left. Choose another disk" + (", or leave out --save-every." if options.save_every else ".")
+            f"--output {options.output}: this run may write {in_bytes(needed)}, but the disk has {in_bytes(free)}. "
+            "Choose another disk" + (", or leave out --save-every." if options.save_every else ".")
         )
     if not os.access(there, os.W_OK):
         raise ValueError(f"--output {options.output}: {there} is not writable.")

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,7 +116,6 @@ def run(task: Task) -> Path:
     with told_if_disk_is_full(output):
         loop.run()
         loop.keep_model()
-    accelerator.end_training()
     error_after = last_look(loop, order)
     if accelerator.is_main_process:
         errors = None if error_before is None else {"before": error_before, "after": error_after}
@@ -131,6 +131,7 @@ def run(task: Task) -> Path:
                 address = hf_rfattn.publish(output / MODEL, options.push_to_hub, tell=tell.say)
             tell.say(f"Published: {address}")
     accelerator.wait_for_everyone()
+    accelerator.end_training()
     return output / RESULT
 
 
@@ -164,6 +165,7 @@ def check_services(options: RunOptions) -> None:
 
 def quiet(accelerator: Accelerator) -> None:
     """Leave warnings to the main process, and leave out the chatter of loading."""
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)  # has no other name yet
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not accelerator.is_main_process or not sys.stderr.isatty():

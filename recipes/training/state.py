@@ -39,8 +39,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class RunProgress:
     """Where a run is.
 
-    `history`: metrics by step, with the mean loss since the evaluation before. `seconds`, `samples` and tokens are those
-    of timed training steps, over all processes; `wall_seconds` is everything.
+    `history`: metrics by step, with the mean loss since the evaluation before. `seconds`, `samples` and tokens are
+    those of timed training steps, over all processes; `wall_seconds` is everything.
     """
 
     step: int = 0
