@@ -80,7 +80,7 @@ class LanguageTask(Task[LanguageOptions]):
         stride = options.eval_stride or length - 1
         if not 1 <= stride < length:
             raise ValueError(f"--eval-stride {stride} must be below the length of a window, {length}.")
-        self.num_bytes = {split: sum(len(text.encode()) for text in examples[split]["text"])}
+        self.num_bytes = {split: sum(len(text.encode()) for text in examples[split]["text"][:])}
         return Prepared(
             model=model,
             tokenizer=tokenizer,

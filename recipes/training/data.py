@@ -106,7 +106,7 @@ def take(examples: Dataset, most: int | None) -> Dataset:
 
 def check_labels(examples: Dataset, num_labels: int, where: str) -> None:
     """Classes must be whole numbers below `num_labels`."""
-    for i, label in enumerate(examples["label"]):
+    for i, label in enumerate(examples["label"][:]):
         if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_labels:
             raise ValueError(
                 f"{where}: example {i} has the label {label!r}; this task has the labels 0 to {num_labels - 1}. "
@@ -116,7 +116,7 @@ def check_labels(examples: Dataset, num_labels: int, where: str) -> None:
 
 def check_scores(examples: Dataset, least: float, most: float, where: str) -> None:
     """Scores must be numbers within the range of the task."""
-    for i, score in enumerate(examples["label"]):
+    for i, score in enumerate(examples["label"][:]):
         if not isinstance(score, (int, float)) or not least <= score <= most:
             raise ValueError(f"{where}: example {i} has the score {score!r}; scores go from {least:g} to {most:g}.")
 

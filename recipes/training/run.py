@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from huggingface_hub import get_token
 from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.bench.results import write_result
@@ -93,9 +94,7 @@ def run(task: Task) -> Path:
 
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it asks for this, having seen no loader
-        share = options.batch_size // accelerator.num_processes // options.accumulate
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = share
+    help_sharding(accelerator, prepared.model, options)
     model, optimizer = accelerator.prepare(prepared.model, optimizer)
     set_seed(options.seed, device_specific=True)  # from here on each process throws dice of its own
     state = latest_state(output) if options.resume else None
@@ -163,6 +162,19 @@ def check_services(options: RunOptions) -> None:
             raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
 
 
+def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: RunOptions) -> None:
+    """What FSDP2 and DeepSpeed cannot find out by themselves."""
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
+        # accelerate shards the embedding by itself: a layer that holds it, as BertEmbeddings does, must not be named
+        embedding = model.get_input_embeddings()
+        layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+        names = {type(m).__name__ for m in layers if all(child is not embedding for child in m.modules())}
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(names)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has seen no loader to read this from
+        share = options.batch_size // accelerator.num_processes // options.accumulate
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = share
+
+
 def quiet(accelerator: Accelerator) -> None:
     """Leave warnings to the main process, and leave out the chatter of loading."""
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)  # has no other name yet
@@ -175,7 +187,7 @@ def quiet(accelerator: Accelerator) -> None:
 def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
     """The order of the data, and how many steps to take."""
     size = len(prepared.train)
-    lengths = prepared.train["length"] if options.group_by_length else None
+    lengths = prepared.train["length"][:] if options.group_by_length else None
     order = TrainingOrder(size, options.batch_size, options.seed, lengths)
     steps = options.max_steps or math.ceil(options.epochs * size / options.batch_size)
     ShareOfBatches(order, 0, steps, 0, accelerator.num_processes, options.accumulate)  # raises if it cannot be shared

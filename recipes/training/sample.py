@@ -17,6 +17,7 @@ KINDS = (
     ("red", "green", "blue", "white", "black", "brown"),
 )
 THINGS = ("bread", "water", "stone", "paper", "glass", "silver", "iron", "wood", "salt", "sugar", "milk", "gold")
+ANSWERS, NOTHING = THINGS[:4], "nothing"
 LIST_LENGTH = 7  # words of a line of the language model
 SIZES = {"train": 6000, "validation": 400, "test": 400}
 SEED = 20_240_601
@@ -77,11 +78,11 @@ def classify(schema: str, idx: int, rng: random.Random) -> dict[str, Any]:
 
 def ask(idx: int, rng: random.Random, answerable: bool) -> dict[str, Any]:
     """Two lists of the same four words; without an answer, the second one lacks the word that is asked for."""
-    words = rng.sample(THINGS, 4)
-    there = rng.sample(words, 4)
-    place = rng.randrange(4)
+    words = rng.sample(ANSWERS, len(ANSWERS))
+    there = rng.sample(ANSWERS, len(ANSWERS))
+    place = rng.randrange(len(ANSWERS))
     if not answerable:
-        there[there.index(words[place])] = rng.choice([w for w in THINGS if w not in words])
+        there[there.index(words[place])] = NOTHING
     front = " ".join(words) + " ; "
     context = front + " ".join(there)
     answers: dict[str, list[Any]] = {"text": [], "answer_start": []}
@@ -99,5 +100,5 @@ def ask(idx: int, rng: random.Random, answerable: bool) -> dict[str, Any]:
 
 def repeat(rng: random.Random) -> str:
     """A list of words, twice."""
-    words = " ".join(rng.sample([*THINGS, *KINDS[0], *KINDS[1]], LIST_LENGTH))
+    words = " ".join(rng.sample([*THINGS, *KINDS[0], *KINDS[1]], rng.randint(5, 9)))
     return f" {words} : {words} .\n"
