@@ -18,7 +18,7 @@ from torch import Tensor
 from training.batches import PadBatch
 from training.data import Source, find_source, load_split
 from training.language import config_from_scratch, split_blocks, split_windows, tokens_of, train_tokenizer
-from training.models import choose_length, load_config, load_model, load_tokenizer, ready_to_train, takes, with_padding
+from training.models import choose_length, load_config, load_model, load_tokenizer, ready_to_train, with_padding
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Metric, Prepared, Task
@@ -90,7 +90,6 @@ class LanguageTask(Task[LanguageOptions]):
             evaluation={split: split_windows(tokens_of(examples[split], tokenizer), length, stride)},
             collate=PadBatch({"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}),
             max_length=length,
-            fixed_inputs={"use_cache": False} if takes(model, "use_cache") else {},
         )
 
     def _load(self, source: Source, split: str, most: int | None) -> Dataset:

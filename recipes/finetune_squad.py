@@ -16,7 +16,7 @@ from torch import Tensor
 from training.answers import encode_windows, find_answer
 from training.batches import PadBatch
 from training.data import Source, find_source, load_split, take
-from training.models import choose_length, load_config, load_model, load_tokenizer, takes
+from training.models import choose_length, load_config, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Metric, Prepared, Task
@@ -88,7 +88,6 @@ class SquadTask(Task[SquadOptions]):
             evaluation={split: rows[split].select_columns(inputs)},
             collate=PadBatch(padding),
             max_length=length,
-            fixed_inputs={"use_cache": False} if takes(model, "use_cache") else {},
             facts={"windows": {name: len(part) for name, part in rows.items()}},
         )
 

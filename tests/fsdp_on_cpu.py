@@ -1,8 +1,8 @@
 """Runs a recipe under FSDP2 on CPU processes: `torchrun ... tests/fsdp_on_cpu.py recipes/finetune_snli.py --model ...`
 
-accelerate 1.15 lets FSDP run on GPUs only: AcceleratorState takes the plugin for no other kind of process. All that comes
-after (preparing, sharding, clipping, gathering weights) runs on gloo as well, so this lifts that one condition and
-nothing else.
+accelerate 1.15 lets FSDP run on GPUs only: AcceleratorState takes the plugin for no other kind of process. All that
+comes after (preparing, sharding, clipping, gathering weights) runs on gloo as well, so this lifts that one condition
+and nothing else.
 """
 
 import runpy

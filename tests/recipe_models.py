@@ -14,7 +14,15 @@ from training.run import run
 
 ROOT = Path(__file__).parents[1]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-WORDS = [*sample.PLACES, *(word for kind in sample.KINDS for word in kind), *sample.THINGS, sample.NOTHING, ":", ";", "."]
+WORDS = [
+    *sample.PLACES,
+    *(word for kind in sample.KINDS for word in kind),
+    *sample.THINGS,
+    sample.NOTHING,
+    ":",
+    ";",
+    ".",
+]
 SIZE = 64
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": SIZE}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -1,7 +1,7 @@
 """A process that has imported everything and forks children that run recipes, so that a start takes no time.
 
-Tests that kill a run many times could not be afforded otherwise. As a script it serves requests, one JSON object a line;
-`Zygote` is the other end.
+Tests that kill a run many times could not be afforded otherwise. As a script it serves requests, one JSON object a
+line; `Zygote` is the other end.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def serve():
     import finetune_glue  # noqa: F401
     import finetune_lm  # noqa: F401
     import finetune_squad  # noqa: F401
-    import matplotlib.backends.backend_agg  # noqa: F401
+    import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
     import torch
     import transformers

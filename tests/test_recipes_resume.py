@@ -2,12 +2,11 @@
 
 import os
 import random
-import subprocess
 import time
 
 import pytest
 import torch
-from recipe_models import ROOT, command, environment, make_bert
+from recipe_models import ROOT, environment, make_bert
 from recipe_zygote import Zygote
 from safetensors.torch import load_file
 

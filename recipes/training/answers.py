@@ -93,8 +93,8 @@ def find_answer(
         start, end = window["start"][:size], window["end"][:size]
         null = min(null, float(start[window["null_position"]] + end[window["null_position"]]))
         inside = np.asarray(window["starts"]) != OUTSIDE
-        first = _highest(np.where(inside, start, -np.inf), n_best)
-        last = _highest(np.where(inside, end, -np.inf), n_best)
+        start, end = np.where(inside, start, -np.inf), np.where(inside, end, -np.inf)
+        first, last = _highest(start, n_best), _highest(end, n_best)
         length = last[None, :] - first[:, None] + 1
         scores = np.where(
             (length >= 1) & (length <= max_answer_length), start[first][:, None] + end[last][None, :], -np.inf

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from .batches import PadBatch
 from .data import check_labels, check_scores, find_source, load_split, take
-from .models import choose_length, load_config, load_model, load_tokenizer, needs_positions, takes
+from .models import choose_length, load_config, load_model, load_tokenizer, needs_positions
 from .options import RunOptions
 from .task import Metric, Prepared, Task
 
@@ -77,7 +77,6 @@ class ClassificationTask(Task[RunOptions]):
             evaluation={split: rows[split] for split in splits},
             collate=PadBatch(padding, tokenizer.padding_side, needs_positions(model, tokenizer.padding_side)),
             max_length=length,
-            fixed_inputs={"use_cache": False} if takes(model, "use_cache") else {},
         )
 
     def _load(self, source: Any, split: str) -> Dataset:

@@ -47,7 +47,7 @@ def evaluate(
             parts: list[dict[str, Tensor]] = []
             for batch in loader:
                 inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # no loss is needed
-                predictions = task.predict(model(**inputs, **prepared.fixed_inputs), batch)
+                predictions = task.predict(model(**inputs), batch)
                 # drops the examples that were repeated to give every process a full last batch
                 parts.append({k: v.cpu() for k, v in accelerator.gather_for_metrics(predictions).items()})
                 advance()

@@ -82,7 +82,7 @@ class Loop:
     def keep_model(self) -> None:
         """Put the model that is kept where the user finds it."""
         if self.options.keep == "last":
-            save_model(self.accelerator, self.model, self.prepared.tokenizer, self.output / MODEL)
+            save_model(self.accelerator, self.model, self.prepared, self.output / MODEL)
         elif self.accelerator.is_main_process:
             keep_best(self.output, self.kept_step)
         self.accelerator.wait_for_everyone()
@@ -96,7 +96,7 @@ class Loop:
         for _ in range(options.accumulate):
             batch = next(batches)
             with accelerator.accumulate(self.model):
-                loss = self.model(**batch, **self.prepared.fixed_inputs).loss
+                loss = self.model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and options.max_gradient_norm:
                     accelerator.clip_grad_norm_(self.model.parameters(), options.max_gradient_norm)
@@ -187,7 +187,7 @@ class Loop:
         if best is None or metrics[main].better_than(Metric(**best["metrics"][main])):
             progress.best_step, progress.evaluations_since_best = progress.step, 0
             if self.options.keep == "best":
-                save_best(self.accelerator, self.model, self.prepared.tokenizer, self.output, progress.step)
+                save_best(self.accelerator, self.model, self.prepared, self.output, progress.step)
         else:
             progress.evaluations_since_best += 1
         if self.options.early_stop is not None and progress.evaluations_since_best >= self.options.early_stop:

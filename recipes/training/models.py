@@ -127,15 +127,11 @@ def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int
     return wanted
 
 
-def takes(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
-    return name in inspect.signature(model.forward).parameters
-
-
 def needs_positions(model: PreTrainedModel, padding_side: str) -> bool:
     """Whether left padding would shift the model's positions. RoBERTa and its kin count from the padding on."""
     counts_itself = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    return padding_side == "left" and takes(model, "position_ids") and not counts_itself
+    takes_them = "position_ids" in inspect.signature(model.forward).parameters
+    return padding_side == "left" and takes_them and not counts_itself
 
 
 def _first_line(error: Exception) -> str:

@@ -16,12 +16,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from hf_rfattn.commands import in_bytes
 
 from .options import RunOptions, flag
 from .state import PARTIAL, STATES, flush, publish_folder
+from .task import Prepared
 
 RUN, MODEL, BEST, RESULT = "run.json", "model", "best", "result.json"
 # what may differ between a run and its continuation, since it does not change what is learnt
@@ -95,25 +95,24 @@ def check_space(output: Path, parameters: int, options: RunOptions) -> None:
         raise ValueError(f"--output {options.output}: {there} is not writable.")
 
 
-def save_model(accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
+def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, target: Path) -> None:
     """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         partial = target.with_name(PARTIAL + target.name)
         shutil.rmtree(partial, ignore_errors=True)
-        accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
+        with prepared.config_as_it_was():
+            accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
+        prepared.tokenizer.save_pretrained(partial)
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(partial, target)
     accelerator.wait_for_everyone()
 
 
-def save_best(
-    accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, output: Path, step: int
-) -> None:
+def save_best(accelerator: Accelerator, model: nn.Module, prepared: Prepared, output: Path, step: int) -> None:
     """Under the name of its step: the best before it stays until a state knows of this one."""
     (output / BEST).mkdir(exist_ok=True)
-    save_model(accelerator, model, tokenizer, _best(output, step))
+    save_model(accelerator, model, prepared, _best(output, step))
 
 
 def forget_other_bests(output: Path, step: int | None) -> None:

@@ -198,7 +198,7 @@ def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
     """The first examples of the training, as a batch without labels."""
     rows = [prepared.train[i] for i in order.epoch(0)[:ERROR_EXAMPLES]]
     batch = prepared.collate(rows)
-    return {k: v for k, v in batch.items() if k in MODEL_INPUTS} | prepared.fixed_inputs
+    return {k: v for k, v in batch.items() if k in MODEL_INPUTS}
 
 
 def first_look(prepared: Prepared, order: TrainingOrder) -> dict[str, Any] | None:

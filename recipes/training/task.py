@@ -1,7 +1,8 @@
 """What a recipe has to say about its task; all else is shared."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -36,8 +37,8 @@ class Metric:
 class Prepared:
     """A task with its model and data, ready for the loop.
 
-    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint.
-    `collate_evaluation` may differ where evaluation reads more columns. `fixed_inputs` go into every forward.
+    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint. While it is
+    trained, a model keeps no cache, which would keep the whole graph.
     """
 
     model: PreTrainedModel
@@ -48,8 +49,21 @@ class Prepared:
     evaluation: Mapping[str, Dataset]
     collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
     max_length: int
-    fixed_inputs: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # for the result file
+
+    def __post_init__(self) -> None:
+        self._use_cache = getattr(self.model.config, "use_cache", None)
+        if self._use_cache:
+            self.model.config.use_cache = False
+
+    @contextmanager
+    def config_as_it_was(self) -> Iterator[None]:
+        """To save the model with."""
+        if self._use_cache:
+            self.model.config.use_cache = True
+        yield
+        if self._use_cache:
+            self.model.config.use_cache = False
 
 
 class Task(ABC, Generic[Options]):
