@@ -34,7 +34,7 @@ class Zygote:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def start(self, script, *arguments, processes=1):
+    def start(self, script, *arguments, processes=1, environment=None):
         """A run on so many processes, as torchrun would start it."""
         self.count += 1
         log = self.logs / f"run-{self.count}.log"
@@ -43,10 +43,11 @@ class Zygote:
         for rank in range(processes):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables = {**(environment or {}), **(place if processes > 1 else {})}
             pids.append(
                 self.ask(
                     script=str(script), arguments=list(map(str, arguments)), log=str(log),
-                    environment={k: str(v) for k, v in place.items()} if processes > 1 else {},
+                    environment={k: str(v) for k, v in variables.items()},
                 )
             )  # fmt: skip
         return Run(self, pids, log)

@@ -22,7 +22,10 @@ SNLI = (finetune_snli.SnliTask, finetune_snli.RunOptions)
 SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
 LANGUAGE = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 3, "batch_size": 8}
-LEARN = {"data": "sample", "learning_rate": 1e-3, "warmup": 50, "scheduler": "constant", "weight_decay": 0.0}
+LEARN = {
+    "data": "sample", "learning_rate": 1e-3, "warmup": 50, "scheduler": "constant", "weight_decay": 0.0,
+    "evaluate_every": 1000, "max_eval_samples": 200,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +205,7 @@ def test_sample_needs_attention(kind, bert, gpt2, tmp_path):
         "answers": (SQUAD, {"model": bert, "max_steps": 400, "stride": 4, "max_length": 32}, "exact_match"),
         "language": (
             LANGUAGE,
-            {"model": gpt2, "max_steps": 500, "max_length": 48, "learning_rate": 4e-3},
+            {"model": gpt2, "max_steps": 200, "max_length": 48, "learning_rate": 4e-3},
             "perplexity",
         ),
     }[kind]
@@ -212,7 +215,7 @@ def test_sample_needs_attention(kind, bert, gpt2, tmp_path):
     }
     softmax, average = (found[name]["metrics"][metric]["value"] for name in ("softmax", "average"))
     if kind == "language":
-        assert softmax < 0.75 * average
+        assert softmax < 0.65 * average
     else:
         guess = {"classification": 1 / 3, "answers": 25.0}[kind]
         assert softmax > 0.95 * found["softmax"]["metrics"][metric]["scale"]

@@ -79,6 +79,12 @@ def open_output(options: RunOptions) -> Path:
     return output
 
 
+def check_shared(output: Path) -> None:
+    """For every process: what the main one has opened must be there."""
+    if not (output / RUN).exists():
+        raise ValueError(f"--output {output} is not the same folder on all machines; choose one that all of them see.")
+
+
 def check_space(output: Path, parameters: int, options: RunOptions) -> None:
     """Refuse to begin what the disk cannot hold: Adam's state is twice the weights, and two states meet at a save."""
     weights = 4 * parameters

@@ -34,10 +34,10 @@ from .loop import Loop
 from .models import attention_of, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
-from .output import MODEL, RESULT, check_output, check_space, open_output
+from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output
 from .progress import Progress
 from .results import begin_result, finish_result
-from .state import STATES, RunProgress, latest_state, load_state
+from .state import PARTIAL, STATES, RunProgress, latest_state, load_state
 from .task import Prepared, Task
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -68,9 +68,9 @@ def run(task: Task) -> Path:
     started = time.perf_counter()
     options, output = task.options, Path(task.options.output)
     with told_at_once():
+        check_services(options)
         accelerator = make_accelerator(options)
         finished = check_output(options)
-        check_services(options)
     tell = Progress(accelerator.is_main_process)
     if finished:
         tell.say(f"{output / RESULT} is there: this run is finished.")
@@ -91,6 +91,8 @@ def run(task: Task) -> Path:
     if accelerator.is_main_process:
         open_output(options)
     accelerator.wait_for_everyone()
+    with told_at_once():
+        check_shared(output)
 
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -235,7 +237,10 @@ def told_if_disk_is_full(output: Path) -> Iterator[None]:
     """Nothing is lost then: the state before is still whole."""
     try:
         yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:  # torch and safetensors each have an error of their own for this
+        known = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if not known and shutil.disk_usage(output).free > 2**20:
             raise
+        for partial in (output / STATES).glob(f"{PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)
         sys.exit(f"{Path(sys.argv[0]).name}: the disk of {output} is full. Make room, then run again with --resume.")

@@ -18,7 +18,7 @@ KINDS = (
 )
 THINGS = ("bread", "water", "stone", "paper", "glass", "silver", "iron", "wood", "salt", "sugar", "milk", "gold")
 ANSWERS, NOTHING = THINGS[:4], "nothing"
-LIST_LENGTH = 7  # words of a line of the language model
+LIST_LENGTH = 6  # words of a line of the language model
 SIZES = {"train": 6000, "validation": 400, "test": 400}
 SEED = 20_240_601
 
@@ -100,5 +100,5 @@ def ask(idx: int, rng: random.Random, answerable: bool) -> dict[str, Any]:
 
 def repeat(rng: random.Random) -> str:
     """A list of words, twice."""
-    words = " ".join(rng.sample([*THINGS, *KINDS[0], *KINDS[1]], rng.randint(5, 9)))
+    words = " ".join(rng.sample([*THINGS, *KINDS[0], *KINDS[1]], LIST_LENGTH))
     return f" {words} : {words} .\n"
