@@ -38,11 +38,12 @@ class TrainingOrder:
         """All examples once, in the order of this epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.size, generator=generator).tolist()
-        if self.lengths is None:
+        lengths = self.lengths
+        if lengths is None:
             return order
         batches: list[list[int]] = []
         for start in range(0, self.size, GROUP * self.batch_size):
-            group = sorted(order[start : start + GROUP * self.batch_size], key=lambda i: -self.lengths[i])
+            group = sorted(order[start : start + GROUP * self.batch_size], key=lambda i: -lengths[i])
             batches += [group[i : i + self.batch_size] for i in range(0, len(group), self.batch_size)]
         tail = [batches.pop()] if len(batches[-1]) < self.batch_size else []  # stays last, or batches would shift
         shuffled = torch.randperm(len(batches), generator=generator).tolist()

@@ -64,10 +64,10 @@ def load_model(
 def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Tell the model its padding token: the last token before it is what decoders classify by."""
     model.config.pad_token_id = tokenizer.pad_token_id
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+    there = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > there:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model only {model.get_input_embeddings().num_embeddings}; "
-            "they do not belong together."
+            f"The tokenizer has {len(tokenizer)} tokens, the model only {there}; they do not belong together."
         )
     return model
 

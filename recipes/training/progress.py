@@ -48,7 +48,9 @@ class Progress:
         row = bar.add_task(name, total=total, completed=done, note="")
 
         def advance(note: str = "", steps: int = 1) -> None:
-            bar.update(row, advance=steps, **({"note": note} if note else {}))
+            bar.update(row, advance=steps)
+            if note:
+                bar.update(row, note=note)
 
         try:
             yield advance
