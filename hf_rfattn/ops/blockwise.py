@@ -63,7 +63,8 @@ def attend_in_blocks(
     width = max(
         [D, (left + 1 + right) * size if ordered or bandwidth is not None else 0, *(f.num_features for f in far)]
     )
-    block = _block_length(L, B * H * width, max(left * size, width), size, q.device)
+    # A block keeps its halo within the next one, and running states (one a block) no larger than the values.
+    block = _block_length(L, B * H * width, max(left * size, width if ordered else 1), size, q.device)
     tiling = _Tiling(inputs, size, left, right, bandwidth, apart, far_mask)
     queries = q.split(block, dim=2)
     needs_keys = bandwidth is not None or (bool(far) and ordered)
