@@ -1,7 +1,10 @@
 """Finding a model's attention modules, and why some of them cannot be expressed by feature maps."""
 
+import ast
+import functools
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,26 +133,29 @@ def uses_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _source(cls)
 
 
+@functools.cache
 def _source(cls: type) -> str:
     """Source of the class that defines the forward of `cls`, if it is a transformers module."""
-    if cls not in _SOURCES:
-        _SOURCES[cls] = _read_source(cls)
-    return _SOURCES[cls]
-
-
-_SOURCES: dict[type, str] = {}
-
-
-def _read_source(cls: type) -> str:
     for base in cls.__mro__:
         if "forward" in vars(base):
-            if base.__module__.startswith("torch."):
-                return ""
-            try:
-                return inspect.getsource(base)
-            except (OSError, TypeError):
-                return ""
+            return (
+                "" if base.__module__.startswith("torch.") else _class_sources(base.__module__).get(base.__name__, "")
+            )
     return ""
+
+
+@functools.cache
+def _class_sources(module: str) -> dict[str, str]:
+    """Source of every class of a module, by name. `inspect.getsource` would parse the whole file for each of them."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+        tree = ast.parse(source)
+    except (OSError, TypeError, KeyError, SyntaxError):
+        return {}
+    lines = source.splitlines(keepends=True)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    starts = [min(part.lineno for part in (node, *node.decorator_list)) for node in classes]
+    return {n.name: "".join(lines[start - 1 : n.end_lineno]) for n, start in zip(classes, starts, strict=True)}
 
 
 def _first(module: nn.Module, *names: str) -> int | None:
