@@ -133,15 +133,12 @@ def uses_interface(cls: type) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _source(cls)
 
 
-@functools.cache
 def _source(cls: type) -> str:
     """Source of the class that defines the forward of `cls`, if it is a transformers module."""
-    for base in cls.__mro__:
-        if "forward" in vars(base):
-            return (
-                "" if base.__module__.startswith("torch.") else _class_sources(base.__module__).get(base.__name__, "")
-            )
-    return ""
+    base = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
+    if base is None or base.__module__.startswith("torch."):
+        return ""
+    return _class_sources(base.__module__).get(base.__name__, "")
 
 
 @functools.cache
@@ -153,9 +150,12 @@ def _class_sources(module: str) -> dict[str, str]:
     except (OSError, TypeError, KeyError, SyntaxError):
         return {}
     lines = source.splitlines(keepends=True)
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    starts = [min(part.lineno for part in (node, *node.decorator_list)) for node in classes]
-    return {n.name: "".join(lines[start - 1 : n.end_lineno]) for n, start in zip(classes, starts, strict=True)}
+    sources = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            sources[node.name] = "".join(lines[start - 1 : node.end_lineno])
+    return sources
 
 
 def _first(module: nn.Module, *names: str) -> int | None:
