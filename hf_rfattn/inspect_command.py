@@ -198,10 +198,12 @@ def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) ->
     from transformers import AutoTokenizer
 
     from . import attention_error
+    from .integration.positions import learned_positions
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = cls.from_pretrained(name).eval()
-    limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None), MOST_TOKENS)
+    positions = learned_positions(model) or getattr(model.config, "max_position_embeddings", None)
+    limits = (tokenizer.model_max_length, positions, MOST_TOKENS)
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
     _patch(model, config)
     return {"tokens": batch["input_ids"].numel(), "error": attention_error(model, batch)}

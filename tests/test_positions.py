@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import hidden, tiny_bert, tiny_gpt2, tiny_llama
+from peft import LoraConfig, get_peft_model
 from test_ecosystem import tiny_tokenizer
 from tiny_models import LENGTH, REFUSED, SUPPORTED, build, make_inputs, outputs
 from torch import nn
@@ -164,8 +165,11 @@ def test_models_that_cannot_be_extended():
         extend_positions(cut, 512)
     sizes = dict(vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
     relative = transformers.DebertaModel(transformers.DebertaConfig(**sizes, relative_attention=True))
-    with pytest.raises(ValueError, match=r"rel_embeddings.weight depends on config.max_position_embeddings too"):
+    with pytest.raises(ValueError, match=r"rel_embeddings.weight grows with config.max_position_embeddings and is no"):
         extend_positions(relative, 1024)
+    wrapped = get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["c_attn"], modules_to_save=["wpe"]))
+    with pytest.raises(ValueError, match="extend the model before that"):
+        extend_positions(wrapped, 1024)
     window = dict(hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["local"], 1]], window_size=4)
     local = transformers.GPTNeoModel(transformers.GPTNeoConfig(**window, max_position_embeddings=64, vocab_size=20))
     with pytest.raises(ValueError, match=r"buffer h\.0\.attn\.attention\.bias"):
@@ -300,6 +304,11 @@ def test_refused_attention_is_no_reason_to_refuse_positions():
     """Models whose attention cannot be patched may still have a table."""
     model = build("big_bird")
     assert "big_bird" in REFUSED and learned_positions(extend_positions(model, 128)) == 128
+
+
+def test_beside_lora():
+    model = get_peft_model(patch_model(tiny_gpt2(n_positions=64), "favor+"), LoraConfig(target_modules=["c_attn"]))
+    assert extend_positions(model, 128)(torch.ones(1, 128, dtype=torch.long)).logits.shape == (1, 128, 50)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED.name} in ../shared/models")

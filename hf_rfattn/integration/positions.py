@@ -50,8 +50,8 @@ def extend_positions(model: M, max_length: int, *, method: Method = "interpolate
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise ValueError(f"tokenizer must have a model_max_length, as those of transformers; {tokenizer!r} has none.")
     growths = _find_growths(model)
-    if not growths:
-        raise ValueError(_why_none(model, max_length))
+    if not any(growth.tables for growth in growths):
+        raise ValueError(_why_none(model, growths, max_length))
     for growth in growths:
         _check(growth, max_length)
     weights: dict[Tensor, nn.Parameter] = {}  # tables that share their weight go on sharing it
@@ -69,7 +69,7 @@ def learned_positions(model: nn.Module) -> int | None:
     >>> learned_positions(RobertaModel(RobertaConfig(hidden_size=12, num_hidden_layers=1, max_position_embeddings=66)))
     64
     """
-    return min((growth.length for growth in _find_growths(model)), default=None)
+    return min((growth.length for growth in _find_growths(model) if growth.tables), default=None)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class _Growth:
 
 
 def _find_growths(model: nn.Module) -> list[_Growth]:
-    """One for each config of each outermost transformers model that has learned positions."""
+    """One for each config of each outermost transformers model that limits some of its parameters."""
     roots: list[PreTrainedModel] = []
     for module in model.modules():  # a model comes before those inside it
         if isinstance(module, PreTrainedModel) and not any(module is part for r in roots for part in r.modules()):
@@ -110,7 +110,7 @@ def _find_growths(model: nn.Module) -> list[_Growth]:
         limited = [i for i, c in enumerate(configs) if type(getattr(c, LIMIT, None)) is int and getattr(c, LIMIT) > 0]
         for number in limited:
             growth = _compare(root, configs[number], _without_weights(root), _without_weights(root, longer=number))
-            if growth.tables:
+            if growth.tables or growth.others:
                 growths.append(growth)
     return growths
 
@@ -171,9 +171,7 @@ def _check(growth: _Growth, max_length: int) -> None:
     """Raise for all that cannot be done."""
     kind, limit = type(growth.model).__name__, getattr(growth.config, LIMIT)
     if growth.others:
-        raise ValueError(
-            f"{kind} cannot be extended: {growth.others[0]} depends on config.{LIMIT} too and is no table of positions."
-        )
+        raise ValueError(_no_table(growth))
     for name, table in growth.tables.items():
         if table.weight.is_meta:
             raise ValueError(f"{name} is on the meta device, without values to extend. Load the weights first.")
@@ -244,7 +242,14 @@ def _copies(growth: _Growth) -> list[PreTrainedConfig]:
     return found
 
 
-def _why_none(model: nn.Module, max_length: int) -> str:
+def _no_table(growth: _Growth) -> str:
+    return (
+        f"{type(growth.model).__name__} cannot be extended: {growth.others[0]} grows with config.{LIMIT} and is no "
+        "plain table of learned positions. If it is wrapped, as PEFT does with modules_to_save, extend the model before that."
+    )
+
+
+def _why_none(model: nn.Module, growths: list[_Growth], max_length: int) -> str:
     """What to tell of a model that has no learned positions."""
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     kind, configs = type(owners[0]).__name__, [c for m in owners for c in _nested(m.config)]
@@ -262,6 +267,8 @@ def _why_none(model: nn.Module, max_length: int) -> str:
             f"{kind} has sinusoids as positions, which are computed for any length and not learned. Where its "
             f"architecture has it, model.resize_position_embeddings({max_length}) of transformers makes more of them."
         )
+    if growths:
+        return _no_table(growths[0])
     return (
         f"{kind} has no learned absolute positions of tokens that config.{LIMIT} limits; there is nothing to extend. "
         "Relative positions (t5, bloom) and convolutions take longer inputs as they are; those of images follow from "
