@@ -31,7 +31,7 @@ class _Follower(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != MODELING:
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Follower))
+        others = (f for f in sys.meta_path if hasattr(f, "find_spec") and not isinstance(f, _Follower))
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None:

@@ -187,7 +187,7 @@ def test_as_long_as_now_is_no_change():
 def test_twice_tiled_is_once_tiled():
     once, twice = tiny_gpt2(), tiny_gpt2()
     twice.load_state_dict(once.state_dict())
-    extend_positions(once, 640, method="tile")
+    extend_positions(once, 640, "tile")
     extend_positions(extend_positions(twice, 320, method="tile"), 640, method="tile")
     assert torch.equal(once.transformer.wpe.weight, twice.transformer.wpe.weight)
 

@@ -23,11 +23,11 @@ LIMIT = "max_position_embeddings"  # configs that call it otherwise (n_positions
 _BUFFERS: dict[str, Callable[[torch.Size], Tensor]] = {
     "position_ids": lambda shape: torch.arange(shape[-1]).expand(shape),
     "token_type_ids": torch.zeros,
-    "bias": lambda shape: torch.ones(shape).tril(),  # gpt_bigcode and older models keep their causal mask so
+    "bias": lambda shape: torch.ones(shape, dtype=torch.bool).tril(),  # the causal mask of gpt_bigcode and older models
 }
 
 
-def extend_positions(model: M, max_length: int, *, method: Method = "interpolate", tokenizer: Any = None) -> M:
+def extend_positions(model: M, max_length: int, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
     """Let a model with learned absolute positions take inputs of `max_length` tokens, in place, and return it.
 
     `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
@@ -245,7 +245,8 @@ def _copies(growth: _Growth) -> list[PreTrainedConfig]:
 def _no_table(growth: _Growth) -> str:
     return (
         f"{type(growth.model).__name__} cannot be extended: {growth.others[0]} grows with config.{LIMIT} and is no "
-        "plain table of learned positions. If it is wrapped, as PEFT does with modules_to_save, extend the model before that."
+        "plain table of learned positions. If it is wrapped, as PEFT does with modules_to_save, extend the model "
+        "before that."
     )
 
 
