@@ -1,12 +1,14 @@
 """What all commands share: reading numbers and models from the command line, units, and errors without a traceback."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
+
+Choice = TypeVar("Choice")
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
@@ -19,6 +21,19 @@ def parse_numbers(option: str, text: str, example: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"{option} {text!r} must be whole numbers such as {example}.")
     return sorted({int(part) for part in parts})
+
+
+def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
+    """What the words between commas stand for, each once, in the order of the choices.
+
+    >>> parse_choices("--passes", "training,forward", {"forward": 1, "training": 2})
+    (1, 2)
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in choices:
+            raise ValueError(f"{option} {word!r} is not possible; choose from {', '.join(choices)}.")
+    return tuple(value for name, value in choices.items() if name in words)
 
 
 def load_config(name: str) -> Any:
