@@ -43,7 +43,7 @@ peers:
 	$(MAKE) VENV=$(PEERS) $(PEERS)/.peers
 
 bench-peers: peers
-	HF_HUB_OFFLINE=1 $(PEERS)/bin/hf-rfattn bench ops --peers $(ARGS)
+	HF_HUB_OFFLINE=1 $(PEERS)/bin/hf-rfattn bench ops --peers --dtypes float32 --features 64,256 $(ARGS)
 
 readme: $(VENV)/.base
 	$(BIN)/python recipes/make_readme.py
