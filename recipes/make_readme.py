@@ -18,6 +18,7 @@ from hf_rfattn.bench import decode_report, model_report, ops_report
 from hf_rfattn.bench.bars import AT_LEAST, MET
 from hf_rfattn.bench.peers import NAMES as PEERS
 from hf_rfattn.bench.plotting import SOFTMAX
+from hf_rfattn.bench.results import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of those measured; the files hold all
@@ -91,9 +92,7 @@ def speed(documents: Results) -> str:
 
 
 def _machine(document: dict[str, Any]) -> str:
-    hardware, versions = document["hardware"], document["versions"]
-    where = f"{hardware['cpu']}, {hardware['threads']} threads" if hardware["device"] == "cpu" else hardware["gpu"]
-    return f"{where}, torch {versions['torch']}"
+    return f"{machine(document['hardware'])}, torch {document['versions']['torch']}"
 
 
 def _link(name: str) -> str:

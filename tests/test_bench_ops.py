@@ -42,12 +42,12 @@ def test_crossover_is_where_it_stays_faster(speeds, length, interpolated):
     assert measured_crossover([1024, 512, 256, 128], speeds[::-1]) == (length, interpolated)
 
 
-def crossover_file(folder, name, found, created="2026-11-16T00:00:00+00:00", **changes):
+def crossover_file(folder, name, found, created="2026-11-16T00:00:00+00:00", kind="bench ops", **changes):
     """A result that this machine could have made, with crossovers alone."""
     hardware = results.hardware() | {"threads": 2} | changes
     shared = {"attention": "favor+", "features": 64, "head_dim": 64, "causal": False, "training": False}
     shared |= {"dtype": "float32", "lengths": [128, 16384]}
-    document = {"schema_version": results.SCHEMA_VERSION, "kind": "bench ops", "created": created}
+    document = {"schema_version": results.SCHEMA_VERSION, "kind": kind, "created": created}
     document |= {"hardware": hardware, "crossovers": [shared | each for each in found]}
     results.write_result(document, folder / name)
 
@@ -84,7 +84,13 @@ def test_the_nearest_shape_of_this_machine_is_found(tmp_path, monkeypatch):
 
     crossover_file(tmp_path, "earlier.json", [{"length": 5}], created="2026-11-15T00:00:00+00:00")
     assert find_crossover("favor+", **shape).length == 384
-    crossover_file(tmp_path, "later.json", [{"length": 500}], created="2026-11-17T00:00:00+00:00")
+    later = {"created": "2026-11-17T00:00:00+00:00"}
+    crossover_file(
+        tmp_path, "model.json", [{"length": 6}, {"length": 77, "features": 128}], kind="bench model", **later
+    )
+    assert find_crossover("favor+", **shape).length == 384
+    assert find_crossover("favor+", **shape | {"num_features": 128}).length == 77
+    crossover_file(tmp_path, "later.json", [{"length": 500}], **later)
     assert find_crossover("favor+", **shape).length == 500
 
     monkeypatch.chdir(tmp_path)

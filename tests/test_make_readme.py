@@ -47,7 +47,7 @@ def test_everything_in_the_speed_part_comes_from_results(make_readme, tmp_path):
     make_readme.main(readme, folder)
     text = readme.read_text()
     assert text.startswith("before\n<!-- speed:start -->\n**One") and text.endswith("\n<!-- speed:end -->\nafter\n")
-    assert document["hardware"]["cpu"] in text and "1 threads" in text
+    assert document["hardware"]["cpu"] in text and "1 thread, torch" in text
     assert "| bidirectional, forward, float32 | favor+, M = 8 | 12.3 × |" in text
     assert "| bidirectional, forward, M = 8 | performer-pytorch | 3.21 × | – |" in text
     assert "`favor+` with M = 8 at every length measured (up to 64)" in text

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .ops_report import crossover_text, milliseconds
 from .plotting import SOFTMAX, line_style, log_log, mark_crossover
+from .results import machine
 
 
 def name_of_pass(training: bool) -> str:
@@ -22,9 +23,9 @@ def rows_of(result: dict[str, Any], attention: str, training: bool) -> list[dict
 
 
 def title(result: dict[str, Any]) -> str:
-    model, hardware = result["model"], result["hardware"]
-    where = f"{hardware['cpu']}, {hardware['threads']} threads" if hardware["device"] == "cpu" else hardware["gpu"]
-    return f"{model['name']} ({model['layers']} layers, {model['parameters'] / 1e6:.0f} M), {model['dtype']}, {where}"
+    model = result["model"]
+    size = f"{model['layers']} layers, {model['parameters'] / 1e6:.0f} M"
+    return f"{model['name']} ({size}), {model['dtype']}, {machine(result['hardware'])}"
 
 
 def tables(result: dict[str, Any]) -> Iterator[Table]:

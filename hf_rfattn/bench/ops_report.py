@@ -12,6 +12,7 @@ from rich.table import Table
 from ..commands import in_bytes
 from .bars import AT_LEAST, MET
 from .plotting import SOFTMAX, line_style, log_log, mark_crossover
+from .results import machine
 
 Cell = dict[str, Any]
 SHADES = (1.0, 0.6, 0.35)  # of lines with more and more features
@@ -151,10 +152,9 @@ def plot(result: dict[str, Any], dtype: str) -> Figure:
     panels = figure.subplots(len(directions), len(passes), squeeze=False)
     for (row, causal), (column, training) in product(enumerate(directions), enumerate(passes)):
         _panel(panels[row][column], result, {"dtype": dtype, "causal": causal, "training": training})
-    hardware, shape = result["hardware"], result["shape"]
-    where = f"{hardware['cpu']}, {hardware['threads']} threads" if hardware["device"] == "cpu" else hardware["gpu"]
+    shape = result["shape"]
     heads = f"{shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
-    figure.suptitle(f"Time of one attention layer, {heads}, {dtype}, {where}")
+    figure.suptitle(f"Time of one attention layer, {heads}, {dtype}, {machine(result['hardware'])}")
     lines: dict[Any, Any] = {}
     for panel in panels.flat:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
