@@ -1,7 +1,7 @@
 """Implementations of attention that are timed against each other, each with the definition it must agree with."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..mechanisms import Mechanism
+from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from .plotting import SOFTMAX
 
 LENGTH = 200  # of the check: neither a power of two nor a whole number of tiles
@@ -49,6 +49,19 @@ class Contender:
     def inputs(self, *tensors: Tensor) -> list[Tensor]:
         """`[B, H, L, D]` tensors as it likes them, contiguous."""
         return [(x.transpose(1, 2) if self.length_first else x).contiguous() for x in tensors]
+
+
+def named_configs(names: Iterable[str]) -> dict[str, MechanismConfig]:
+    """Configs of mechanisms, each once; an alias keeps its name only where it is more than another name.
+
+    >>> list(named_configs(["performer", "favor+", "linear", "elu-"]))
+    ['favor+', 'linear', 'elu-']
+    """
+    found = {}
+    for name in names:
+        config = resolve_config(name)
+        found[config.name if config == resolve_config(config.name) else name] = config
+    return found
 
 
 def softmax(causal: bool) -> Contender:

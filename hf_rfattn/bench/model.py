@@ -31,6 +31,7 @@ from ..integration.cost import is_causal
 from ..integration.discovery import find_attention
 from ..integration.names import SPEC
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
+from .contenders import named_configs
 from .crossover import measured_crossover
 from .decode import describe, share_weights
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
@@ -88,8 +89,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         check_device(self.device)
-        for name in self.attention:
-            resolve_config(name)
+        named_configs(self.attention)  # unknown names fail now
         if self.dtype == "bfloat16" and torch.device(self.device).type == "cpu":
             check_bfloat16_products()
 
@@ -165,8 +165,7 @@ def load_model(settings: Settings) -> tuple[PreTrainedModel, dict[str, Any]]:
     nn.Module.to(model, device=settings.device, dtype=DTYPES[settings.dtype])
     if spec is not None and not settings.attention:
         return model, {AS_SAVED: spec["layers"]}
-    configs = [resolve_config(name) for name in settings.attention or ["favor+"]]
-    return model, {config.name: config for config in configs}
+    return model, dict(named_configs(settings.attention or ["favor+"]))
 
 
 def _check_length(model: PreTrainedModel, settings: Settings) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..mechanisms import MechanismConfig, build_mechanism, resolve_config
+from ..mechanisms import MechanismConfig, build_mechanism
 from .bars import bars
-from .contenders import Contender, Key, check, mechanism, softmax
+from .contenders import Contender, Key, check, mechanism, named_configs, softmax
 from .crossover import measured_crossover
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
 from .limits import Product, matrix_products, run_products
@@ -28,6 +28,8 @@ from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchro
 
 WARMUP = 1  # repetitions
 LIMIT = "limit"  # the kind of a cell that holds matrix products alone
+
+Report = Callable[[float, str], Any]
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Settings:
     peers: bool = False
     device: str = "cpu"
     threads: int | None = None
-    repetitions: int = 12
-    max_seconds: float = 4
+    repetitions: int = 24
+    max_seconds: float = 1.5
     memory_length: int = 65536
     patience: float = 0
     seed: int = 0
@@ -71,19 +73,15 @@ class Settings:
     @property
     def configs(self) -> Iterator[tuple[str, MechanismConfig]]:
         """Every mechanism with every number of features."""
-        for name in dict.fromkeys(self.attention):
-            config = resolve_config(name)
+        for name, config in named_configs(self.attention).items():
             if any(field.name == "num_features" for field in fields(config)):
-                yield from ((config.name, config.replace(num_features=count)) for count in self.features)
+                yield from ((name, config.replace(num_features=count)) for count in self.features)
             else:
-                yield config.name, config
+                yield name, config
 
     @property
     def rounds(self) -> list[tuple[bool, bool, str, int]]:
         return list(itertools.product(self.causal, self.training, self.dtypes, self.lengths))
-
-
-Report = Callable[[float, str], Any]
 
 
 def measure_ops(settings: Settings, progress: Report = lambda share, doing: None) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def plot(result: dict[str, Any], dtype: str) -> Figure:
     for panel in panels.flat:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             lines.setdefault(label, handle)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
