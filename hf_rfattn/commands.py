@@ -5,12 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from .mechanisms import MechanismConfig
+=======
+Choice = TypeVar("Choice")
+>>>>>>> bench
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
@@ -23,6 +29,19 @@ def parse_numbers(option: str, text: str, example: str) -> list[int]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"{option} {text!r} must be whole numbers such as {example}.")
     return sorted({int(part) for part in parts})
+
+
+def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
+    """What the words between commas stand for, each once, in the order of the choices.
+
+    >>> parse_choices("--passes", "training,forward", {"forward": 1, "training": 2})
+    (1, 2)
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in choices:
+            raise ValueError(f"{option} {word!r} is not possible; choose from {', '.join(choices)}.")
+    return tuple(value for name, value in choices.items() if name in words)
 
 
 def load_config(name: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .results import SCHEMA_VERSION, hardware
+from .results import SCHEMA_VERSION, hardware, machine
 
 FOLDER = Path("bench_out")  # where benchmarks write unless told otherwise
 
@@ -67,7 +67,8 @@ def find_crossover(
 
     Results are looked for in `folder`, by default `bench_out` where this process runs. Of those whose processor is that
     of this machine, the one measured with the nearest head size and then the nearest number of features counts (the
-    head size, if None is given); of equals the latest. Float32 goes before other types.
+    head size, if None is given); of equals the latest. Float32 goes before other types, and `bench ops`, which measures
+    more lengths, before `bench model`.
 
     >>> find_crossover("favor+", head_dim=64, num_features=None, causal=False, folder=Path("no-such-folder")) is None
     True
@@ -75,11 +76,11 @@ def find_crossover(
     wanted = head_dim if num_features is None else num_features
     here = hardware()
 
-    def distance(candidate: tuple[Path, Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, float, bool]:
-        found = candidate[2]
+    def distance(candidate: tuple[Path, Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, float, bool, bool]:
+        _, document, found = candidate
         features = found["features"] or 1  # a band has none
         sizes = abs(math.log(found["head_dim"] / head_dim)), abs(math.log(features / wanted))
-        return (*sizes, found["dtype"] != "float32")
+        return (*sizes, found["dtype"] != "float32", document["kind"] != "bench ops")
 
     candidates = [
         (path, document, found)
@@ -108,12 +109,11 @@ def _results(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
 
 
 def _source(path: Path, document: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    machine = document["hardware"]
     features = f", {found['features']} features" if found["features"] else ""
     direction = "causal" if found["causal"] else "bidirectional"
     lengths = found["lengths"]
     return (
         f"{path}: {document['kind'].removeprefix('bench ')}, {found['attention']}{features}, heads of "
         f"{found['head_dim']}, {direction} {'training' if found['training'] else 'inference'}, {found['dtype']}, "
-        f"{lengths[0]:,} to {lengths[-1]:,} tokens, {machine['cpu']}, {machine['threads']} threads"
+        f"{lengths[0]:,} to {lengths[-1]:,} tokens, {machine(document['hardware'])}"
     )
