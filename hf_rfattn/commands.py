@@ -1,22 +1,18 @@
 """What all commands share: reading numbers and models from the command line, units, and errors without a traceback."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from .mechanisms import MechanismConfig
-=======
+
 Choice = TypeVar("Choice")
->>>>>>> bench
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:

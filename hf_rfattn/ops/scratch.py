@@ -41,7 +41,7 @@ def scratch(like: Tensor) -> Iterator[None]:
 
 
 def may_overwrite() -> bool:
-    """Whether a tensor that is not needed any more may be written over: autograd and compilers keep their own account."""
+    """Whether tensors may be written over once they are not needed: autograd and compilers keep account of them."""
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
