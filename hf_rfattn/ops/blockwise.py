@@ -150,7 +150,7 @@ def summarise(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> Sta
             k = far.keys(inputs.scaled(y))
             if masks is not None:
                 k = k.only(masks[number][:, None, :, None])
-            return sum_keys(k, inputs.value(v))
+            return sum_keys(k, v.to(inputs.dtype))
 
         with scratch(y):
             sums.append(State(*recompute(sum_block, y, v, held=held)))

@@ -95,11 +95,13 @@ def sum_keys(k: Features, v: Tensor) -> State:
 
 
 def combine(a: State, b: State) -> State:
-    """The state that holds the keys of both."""
+    """The state that holds the keys of both; without gradients it takes the place of the first."""
     x, y = a.log_scale.detach(), b.log_scale.detach()
     scale = torch.maximum(x, y)
     x, y = (exp_less(s, scale).transpose(-1, -2) for s in (x, y))
-    return State(scale, torch.addcmul(x * a.outer, y, b.outer), torch.addcmul(x * a.total, y, b.total))
+    reuse = may_overwrite()
+    outer, total = (torch.mul(s, x, out=s if reuse else None) for s in (a.outer, a.total))
+    return State(scale, torch.addcmul(outer, y, b.outer), torch.addcmul(total, y, b.total))
 
 
 def add_key(state: State, k: Features, v: Tensor) -> None:
