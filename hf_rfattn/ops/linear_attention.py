@@ -151,16 +151,31 @@ def running_states(
     decay = exp_less(scales, joined).transpose(-1, -2)
     if ended is not None:
         decay = decay.masked_fill(ended, 0)
-    sums = [(carry.outer, carry.total)]
-    for t in tiles:
-        s, z = sums[-1]
-        sums.append(
-            (torch.addcmul(outer[:, :, t], decay[:, :, t], s), torch.addcmul(total[:, :, t], decay[:, :, t], z))
-        )
-    last = sums.pop()
-    outers, totals = (x[::step] for x in zip(*sums, strict=True))
-    stacked = torch.stack(outers, dim=2, out=fresh(outer.shape, outer))
-    return State(scales, stacked, torch.stack(totals, dim=2)), State(largest, *last)
+    outers, last_outer = _decayed_sums(outer, decay, carry.outer, backward)
+    totals, last_total = _decayed_sums(total, decay, carry.total, backward)
+    return State(scales, outers, totals), State(largest, last_outer, last_total)
+
+
+def _decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    """s ← terms_t + decay_t · s along dimension 2: the sum before each step, and the one after all of them."""
+    count = terms.shape[2]
+    step = -1 if backward else 1
+    if not may_overwrite():
+        sums = [start]
+        for t in range(count)[::step]:
+            sums.append(torch.addcmul(terms[:, :, t], decay[:, :, t], sums[-1]))
+        last = sums.pop()
+        return torch.stack(sums[::step], dim=2), last
+    shape = (*terms.shape[:2], count, *terms.shape[3:])
+    before = fresh(shape, terms)
+    before = torch.empty(shape, dtype=terms.dtype, device=terms.device) if before is None else before
+    last = torch.empty_like(start)
+    order = range(count)[::step]
+    before[:, :, order[0]] = start
+    for t, following in zip(order, [*order[1:], None], strict=True):
+        place = last if following is None else before[:, :, following]
+        torch.addcmul(terms[:, :, t], decay[:, :, t], before[:, :, t], out=place)
+    return before, last
 
 
 def attend_tiles(
