@@ -170,9 +170,9 @@ class LinearChainMRF:
         if states.numel() and not 0 <= int(states.min()) <= int(states.max()) < self.num_states:
             raise ValueError(f"states must lie in 0 … {self.num_states - 1}.")
         unary = self.unary.expand(len(states), self.num_nodes, -1)
-        score = (unary.gather(-1, states.unsqueeze(-1)).squeeze(-1) * inside).sum(-1)
-        pairs = self._pair_scores(states, features)
-        return score + (pairs * inside[:, 1:]).sum(-1) - self.log_partition(features, method=method)
+        score = unary.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0).sum(-1)
+        pairs = self._pair_scores(states, features).masked_fill(~inside[:, 1:], 0)
+        return score + pairs.sum(-1) - self.log_partition(features, method=method)
 
     @torch.no_grad()
     def sample(self, count: int, features: FeatureMap | None = None, *, generator: Generator | None = None) -> Tensor:
