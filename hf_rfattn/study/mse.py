@@ -56,9 +56,9 @@ class MseStudy(Study):
 
     name: ClassVar[str] = "mse"
     full_settings: ClassVar[dict[str, Any]] = {
-        "draws": 10,
-        "short_draws": 100,
-        "features": (16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+        "draws": 8,
+        "short_draws": 60,
+        "features": (16, 64, 256, 1024, 4096),
     }
 
     @property

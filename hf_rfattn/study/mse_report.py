@@ -55,43 +55,43 @@ def conclusions(result: Result) -> list[str]:
     sentences = []
     for kind, name in KINDS.items():
         parts = [
-            f"d = {dim}: orthogonal {over_iid(kind, dim, ORTHOGONAL)}, Hadamard with 1, 2, 3 blocks "
+            f"d = {dim}, orthogonal {over_iid(kind, dim, ORTHOGONAL)}, Hadamard with 1, 2, 3 blocks "
             + ", ".join(over_iid(kind, dim, blocks) for blocks in (ONE, TWO, THREE))
             for dim in dims
         ]
         sentences.append(
-            f"{name.capitalize()} features, normal inputs, |x|² = {settings['squared_norm']:g}: mean squared error "
-            f"over that of iid rows, mean over M. {'; '.join(parts).capitalize()}."
+            f"{name.capitalize()} features, normal inputs, |x|² = {settings['squared_norm']:g}, mean squared error "
+            f"over that of iid rows, mean over M: {'; '.join(parts)}."
         )
     for projection, words in ((ONE, "One Hadamard block, as in the report"), (THREE, "Three, which it left open")):
         parts = [
-            f"{KINDS[kind]}, d = {dim}: {at_last('normal', kind, dim, projection)}" for kind in KINDS for dim in dims
+            f"{KINDS[kind]}, d = {dim}, {at_last('normal', kind, dim, projection)}" for kind in KINDS for dim in dims
         ]
-        sentences.append(f"{words}, against orthogonal rows at M = {last:,}. {'; '.join(parts).capitalize()}.")
+        sentences.append(f"{words}, error over that of orthogonal rows at M = {last:,}: {'; '.join(parts)}.")
     parts = [
-        f"{words}, d = {dim}: {at_last('sparse', 'sincos', dim, projection)}"
+        f"{words}, d = {dim}, {at_last('sparse', 'sincos', dim, projection)}"
         for words, projection in (("one block", ONE), ("three blocks", THREE))
         for dim in dims
     ]
     sentences.append(
-        f"Sparse inputs tell blocks apart (sine and cosine, M = {last:,}, against orthogonal rows). "
-        f"{'; '.join(parts).capitalize()}."
+        "Sparse inputs tell blocks apart; error over that of orthogonal rows (sine and cosine, "
+        f"M = {last:,}): {'; '.join(parts)}."
     )
     angles = " and ".join(f"{cosines[str(dim)][SUM]:.2f} (d = {dim})" for dim in dims)
-    parts = [f"d = {dim}: {at_last('normal', 'sincos', dim, SUM, IID)}" for dim in dims]
+    parts = [f"d = {dim}, {at_last('normal', 'sincos', dim, SUM, IID)}" for dim in dims]
     sentences.append(
         "The sum of blocks that the report prints is not the rotation that it defines: rows of the sum of three meet "
-        f"at a mean |cosine| of {angles}, rows of the product at {max(c[THREE] for c in cosines.values()):.2f}. Its error "
-        f"against iid rows (normal inputs, sine and cosine, M = {last:,}), {'; '.join(parts)}."
+        f"at a mean |cosine| of {angles}, rows of the product at {max(c[THREE] for c in cosines.values()):.2f}; its "
+        f"error over that of iid rows (normal inputs, sine and cosine, M = {last:,}): {'; '.join(parts)}."
     )
     parts = []
     for dim in dims:
         chosen = {"dim": dim, "kind": "sincos", "matrix": "scores", "projection": ORTHOGONAL}
         gains = [_find(result["norms"], **chosen, squared_norm=norm)["ratio"] for norm in settings["norms"]]
-        parts.append(f"d = {dim}: {', '.join(f'{gain:.2f}' for gain in gains)}")
+        parts.append(f"d = {dim}, {', '.join(f'{gain:.2f}' for gain in gains)}")
     sentences.append(
         "What orthogonal rows gain depends on the norm: error over that of iid rows (sine and cosine, M = 4d) for "
-        f"|x|² = {', '.join(f'{norm:g}' for norm in settings['norms'])}. {'; '.join(parts).capitalize()}."
+        f"|x|² = {', '.join(f'{norm:g}' for norm in settings['norms'])}: {'; '.join(parts)}."
     )
     return sentences
 
@@ -101,7 +101,7 @@ def verdict(ratio: float, low: float, high: float) -> str:
     >>> verdict(1.5, 1.2, 1.9)
     '1.50 (1.20 to 1.90), above'
     """
-    word = "equal within noise" if low <= 1 <= high else "below" if high < 1 else "above"
+    word = "no difference seen" if low <= 1 <= high else "below" if high < 1 else "above"
     return f"{ratio:.2f} ({low:.2f} to {high:.2f}), {word}"
 
 
