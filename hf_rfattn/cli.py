@@ -1,4 +1,4 @@
-"""The command line: `hf-rfattn list`, `inspect`, `patch`, `unpatch`, `bench`, `card` and `publish`.
+"""The command line: `hf-rfattn list`, `inspect`, `patch`, `unpatch`, `bench`, `study`, `card` and `publish`.
 
 torch and transformers are imported inside the commands, by what they call.
 """
@@ -14,6 +14,7 @@ from rich.table import Table
 from .bench.cli import app as bench
 from .commands import errors_without_traceback, in_bytes, load_config, parse_numbers, si
 from .hub.cli import add_commands as add_hub_commands
+from .study.cli import app as study
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench)
+app.add_typer(study)
 add_hub_commands(app)
 
 MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic

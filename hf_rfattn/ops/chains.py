@@ -82,10 +82,9 @@ class Factors(NamedTuple):
         return cls(*parts)
 
     def step(self, message: SignedLog) -> SignedLog:
-        """The message about a node from that about the node before it, `[B, X]`."""
-        values, offset = message.scaled()
-        sums = SignedLog.of(values @ self.source, offset)
-        values, offset = SignedLog(sums.log + self.source_log + self.target_log, sums.sign).scaled()
+        """The message about a node from that about the node before it, `[B, X]`, which must be normalised."""
+        sums = SignedLog.of((message.sign * message.log.exp()) @ self.source, self.source_log + self.target_log)
+        values, offset = sums.scaled()
         return SignedLog.of(values @ self.target.mT, offset)
 
     def log_kernel(self) -> Tensor:

@@ -70,7 +70,7 @@ class Study(ABC):
 def run_study(study: Study, output: Path | None, advance: Advance = lambda doing: None) -> Result:
     """Measure, conclude, and write NAME.json, NAME.csv and the plots as PNG and SVG."""
     started = time.perf_counter()
-    shared = new_result(f"study {study.name}", seed=study.seed)
+    shared = new_result(f"study {study.name}", seed=study.seed, packages=["matplotlib"])
     settings = dataclasses.asdict(study)  # type: ignore[call-overload]
     result = {**shared, "settings": settings, **study.measure(advance)}
     result["conclusions"] = study.conclusions(result)

@@ -60,7 +60,7 @@ class MrfStudy(Study):
 
     name: ClassVar[str] = "mrf"
     full_settings: ClassVar[dict[str, Any]] = {
-        "draws": 100,
+        "draws": 40,
         "timed_states": (64, 128, 256, 512, 1024, 2048, 4096),
         "timed_features": (16, 64, 256),
         "repetitions": 5,

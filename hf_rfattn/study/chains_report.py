@@ -168,7 +168,7 @@ def time_figure(result: Result) -> Figure:
     for axes in (left, right):
         log_ticks(axes, settings["timed_states"])
     figure.suptitle(
-        f"log Z of a chain of {settings['centre'][2]} nodes, {result['hardware']['cpu']}, {result['threads']} threads"
+        f"log Z of a chain of {settings['centre'][2]} nodes, {result['hardware']['cpu']}, threads: {result['threads']}"
     )
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure

@@ -71,8 +71,9 @@ class HeadsStudy(Study):
         return len(self.estimators) + 1
 
     def measure(self, advance: Advance) -> Result:
-        model, batch = load(self.model, read_text(self.text_file), self.tokens)
-        description = describe(self.model or "", model)
+        text = read_text(self.text_file)
+        model, batch = load(self.model, text, self.tokens)
+        description = describe(self.model or "", model, text)
         heads = []
         for number, captured in enumerate(capture(model, batch)):
             heads += head_statistics(number, captured, self.bandwidth)

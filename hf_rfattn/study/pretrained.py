@@ -1,5 +1,6 @@
 """A pretrained model, a text, and the queries and keys that every head of the one makes of the other."""
 
+import hashlib
 import importlib.util
 import inspect
 import warnings
@@ -77,7 +78,8 @@ def load(name: str | None, text: str, most_tokens: int) -> tuple[PreTrainedModel
     return model, dict(batch)
 
 
-def describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
+def describe(name: str, model: PreTrainedModel, text: str) -> dict[str, Any]:
+    """What was studied, for the result document."""
     sites = [site for site in find_attention(model) if not site.cross]
     return {
         "name": DEMO_NAME if name == DEMO else name,
@@ -85,6 +87,7 @@ def describe(name: str, model: PreTrainedModel) -> dict[str, Any]:
         "layers": len(sites),
         "heads": sites[0].num_heads,
         "head_dim": sites[0].head_dim,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
 
 

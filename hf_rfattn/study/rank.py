@@ -45,7 +45,8 @@ class RankStudy(Study):
 
     @torch.no_grad()
     def measure(self, advance: Advance) -> Result:
-        model, batch = load(self.model, read_text(self.text_file), self.tokens)
+        text = read_text(self.text_file)
+        model, batch = load(self.model, text, self.tokens)
         weights = [layer.weights().double() for layer in capture(model, batch)]  # [H, L, L] each
         position = torch.arange(weights[0].shape[-1])
         distance = (position[:, None] - position[None]).abs()
@@ -68,7 +69,7 @@ class RankStudy(Study):
                     row = {"layer": layer, "head": head, "band": band}
                     rows.append(row | {column: ranks[head] for column, ranks in columns.items()})
             advance(f"band {band}")
-        description = describe(self.model or "", model)
+        description = describe(self.model or "", model, text)
         length = len(position)
         summary = self._summary(rows)
         return {"model": description, "tokens": length, "rows": rows, "spectra": spectra, "summary": summary}
@@ -113,8 +114,8 @@ class RankStudy(Study):
             best = cost.index(min(cost))
             sentences.append(
                 f"ε = {tolerance:g}: the whole matrix of {length} tokens needs rank {ranks[0]:.0f} (median over "
-                f"heads), what lies outside a band of {bands[-1]} rank {ranks[-1]:.0f}; band and rank together take fewest "
-                f"numbers at a band of {bands[best]}, {cost[best]:.0f} a row of {length}."
+                f"heads), what lies outside a band of {bands[-1]} rank {ranks[-1]:.0f}; band and rank together take "
+                f"fewest numbers at a band of {bands[best]}, {cost[best]:.0f} a row of {length}."
             )
         tolerance = settings["tolerances"][2]
         own = [_median(result, "own", tolerance, band) for band in (bands[0], bands[-1])]

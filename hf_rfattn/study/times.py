@@ -48,9 +48,8 @@ class TimeStudy(Study):
     full_settings: ClassVar[dict[str, Any]] = {
         "lengths": (512, 1024, 2048, 4096, 8192, 16384, 32768),
         "softmax_until": 32768,
-        "heads": 2,
         "tokens": 1024,
-        "repetitions": 9,
+        "repetitions": 7,
     }
 
     @property
@@ -204,9 +203,9 @@ def _figure(result: Result) -> Figure:
         log_log(axes, sorted({row["size"] for row in rows}))
         axes.legend(frameon=False)
     settings, hardware = result["settings"], result["hardware"]
-    shape = f"{settings['heads']} heads of {settings['head_dim']}, {settings['num_features']} features"
+    shape = f"heads: {settings['heads']}, of {settings['head_dim']}; {settings['num_features']} features"
     left.set(title=f"Attention ({shape})", xlabel="length (tokens)", ylabel="milliseconds")
     right.set(title=f"Hadamard projection of {settings['tokens']:,} rows", xlabel="d", ylabel="milliseconds")
     right.tick_params(axis="x", rotation=40)
-    figure.suptitle(f"Medians and quartiles, {hardware['cpu']}, {result['threads']} threads")
+    figure.suptitle(f"Medians and quartiles, {hardware['cpu']}, threads: {result['threads']}")
     return figure
