@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -80,7 +80,9 @@ def run_study(study: Study, output: Path | None, advance: Advance = lambda doing
     return result
 
 
-def write_study(study: Study | type[Study], result: Result, output: Path) -> list[Path]:
+def write_study(
+    study: Study | type[Study], result: Result, output: Path, plots: Sequence[str] = ("png", "svg")
+) -> list[Path]:
     """The files of a result; returns their paths."""
     written = [output / f"{study.name}.json", output / f"{study.name}.csv"]
     write_result(result, written[0])
@@ -92,7 +94,7 @@ def write_study(study: Study | type[Study], result: Result, output: Path) -> lis
         writer.writerows(rows)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": study.name}):
         for name, figure in study.figures(result).items():
-            for kind in ("png", "svg"):
+            for kind in plots:
                 written.append(output / f"{name}.{kind}")
                 metadata = {"Date": None} if kind == "svg" else None  # the same data gives the same file
                 figure.savefig(written[-1], dpi=110, metadata=metadata)

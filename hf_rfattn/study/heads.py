@@ -16,7 +16,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
-from torch import Tensor
 
 from .. import attention_error, calibrate, unpatch_model
 from ..bench.plotting import BASELINE
@@ -177,7 +176,7 @@ def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[s
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's.
+    """Spearman's; 0 if either is constant.
 
     >>> rank_correlation([1.0, 2.0, 9.0], [0.1, 0.2, 0.3])
     1.0
@@ -187,6 +186,8 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
         """Ties share their mean rank."""
         return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
 
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        return 0.0
     return round(statistics.correlation(ranks(a), ranks(b)), 4)
 
 
@@ -194,12 +195,12 @@ def _width(result: Result) -> int:
     return result["settings"]["bandwidth"]
 
 
-def _grid(result: Result, rows: list[dict[str, Any]], value: str) -> Tensor:
-    """`[layers, heads]`, nan where a layer has fewer heads."""
-    shape = [1 + max(row[name] for row in rows) for name in ("layer", "head")]
-    grid = torch.full(shape, torch.nan)
+def _grid(rows: list[dict[str, Any]], value: str) -> list[list[float]]:
+    """A line each layer, nan where it has fewer heads than others."""
+    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
+    grid = [[math.nan] * heads for _ in range(layers)]
     for row in rows:
-        grid[row["layer"], row["head"]] = row[value]
+        grid[row["layer"]][row["head"]] = row[value]
     return grid
 
 
@@ -215,10 +216,8 @@ def _error_figure(result: Result) -> Figure:
     """Mechanisms by layer with numbers, and by head as colours."""
     labels = list(result["layers"])
     overall = list(result["layers"].values())
-    per_head = [
-        _grid(result, [row for row in result["rows"] if row["estimator"] == label], "error").flatten().tolist()
-        for label in labels
-    ]
+    grids = [_grid([row for row in result["rows"] if row["estimator"] == label], "error") for label in labels]
+    per_head = [[value for line in grid for value in line] for grid in grids]
     layers, heads = len(overall[0]), len(per_head[0]) // len(overall[0])
     figure = Figure(figsize=(13, 0.29 * len(labels) + 1.9), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(0.45 * layers, 8))
@@ -247,10 +246,10 @@ def _kinds_figure(result: Result) -> Figure:
         "entropy": "entropy of attention (1: uniform)",
         "norm": "norm of scaled queries and keys",
     }
-    layers, heads = _grid(result, result["heads"], "norm").shape
+    layers, heads = (1 + max(head[name] for head in result["heads"]) for name in ("layer", "head"))
     figure = Figure(figsize=(11, max(4.6, 0.62 * layers + 1.8)), layout="constrained")
     for axes, (value, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
-        grid = _grid(result, result["heads"], value)
+        grid = _grid(result["heads"], value)
         top = None if value == "norm" else 1
         image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
         if value == "near_field":
