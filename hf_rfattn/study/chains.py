@@ -25,7 +25,7 @@ from ..features import FourierFeatures
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
 from .base import Advance, Result, Study, text_table
-from .chains_report import EXACT_LOG, EXACT_SCALED, KINDS, conclusions, error_figure, tables, time_figure
+from .chains_report import EXACT_LOG, EXACT_SCALED, KINDS, MANY, ONE, conclusions, error_figure, tables, time_figure
 from .intervals import mean_interval, round_digits
 
 SIGNED_LENGTHS = (2, 3, 8)
@@ -111,7 +111,7 @@ class MrfStudy(Study):
         chain = LinearChainMRF(e, length=point.length)
         exact = scaled_log_partition(chain)
         found = {}
-        for kind, independent in (("one draw", False), ("a draw a transition", True)):
+        for kind, independent in ((ONE, False), (MANY, True)):
             features = chain.random_features(point.features, independent=independent, seed=number)
             found[kind] = float(chain.log_partition(features) - exact) / (point.length - 1)
         phi_map = chain.random_features(point.features, seed=number)

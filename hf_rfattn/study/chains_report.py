@@ -9,9 +9,10 @@ from .base import Result
 from .plotting import log_ticks
 from .times import first_below
 
+ONE, MANY = "one draw", "a draw a transition"
 KINDS = {  # label, colour (Okabe and Ito), marker, line
-    "one draw": ("log Z, one draw for all transitions", "#0072B2", "s", "-"),
-    "a draw a transition": ("log Z, a draw for each transition", "#D55E00", "D", "-"),
+    ONE: ("log Z, one draw for all transitions", "#0072B2", "s", "-"),
+    MANY: ("log Z, a draw for each transition", "#D55E00", "D", "-"),
     "denominators": ("attention, log of denominators", "#666666", "o", "--"),
     "outputs": ("attention, outputs", "#CC79A7", "X", "--"),
 }
@@ -32,7 +33,7 @@ def tables(result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
     """Titles, columns and lines."""
     found = []
     for varies, title in VARIES.items():
-        values = [row[varies] for row in _series(result, varies, "one draw")]
+        values = [row[varies] for row in _series(result, varies, ONE)]
         lines = [
             [label, *(f"{row['error']:.4f}" for row in _series(result, varies, kind))]
             for kind, (label, *_) in KINDS.items()
@@ -56,29 +57,35 @@ def conclusions(result: Result) -> list[str]:
         return rows[-1]["error"] / rows[0]["error"]
 
     def ends(varies: str) -> str:
-        rows = _series(result, varies, "one draw")
+        rows = _series(result, varies, ONE)
         return f"{rows[0][varies]:,} to {rows[-1][varies]:,}"
 
     def both(varies: str) -> str:
-        factors = [factor(varies, kind) for kind in ("one draw", "a draw a transition")]
+        factors = [factor(varies, kind) for kind in (ONE, MANY)]
         one, many = (f"{value:.2f}" if value < 10 else f"{value:,.0f}" for value in factors)
-        return f"{one} and {many} times for {varies_names[varies]} from {ends(varies)}"
+        return f"by {one} and {many} as {varies_names[varies]} goes from {ends(varies)}"
+
+    def tighter(kind: str) -> str:
+        """At which norms a transition errs less than a denominator."""
+        pairs = zip(*(_series(result, "squared_norm", name) for name in (kind, "denominators")), strict=True)
+        norms = [f"{chain['squared_norm']:g}" for chain, attention in pairs if chain["error"] < attention["error"]]
+        return ", ".join(norms) or "none of them"
 
     varies_names = {"states": "|X|", "length": "T", "squared_norm": "|e|²"}
-    slope = math.log(factor("features", "one draw")) / math.log(settings["features"][-1] / settings["features"][0])
-    at = {kind: _at_centre(result, kind) for kind in KINDS}
-    one, many = at["one draw"], at["a draw a transition"]
+    slope = math.log(factor("features", ONE)) / math.log(settings["features"][-1] / settings["features"][0])
+    one, many, denominators, outputs = (_at_centre(result, kind) for kind in KINDS)
     last = settings["lengths"][-1]
-    whole = [_series(result, "length", kind)[-1]["error"] * (last - 1) for kind in ("one draw", "a draw a transition")]
+    whole = [_series(result, "length", kind)[-1]["error"] * (last - 1) for kind in (ONE, MANY)]
     calm, worst = result["signed"][0], max(row["negative_T3"] for row in result["signed"])
-    denominators, outputs = at["denominators"], at["outputs"]
     return [
         f"Around |X| = {states}, M = {features}, T = {length}, |e|² = {norm:g} the error of log Z a transition is "
-        f"{one:.3f} with one draw for all transitions and {many:.3f} with a draw for each.",
-        f"It falls as M to the power {slope:.2f} ({ends('features')}, one draw), and becomes, with one draw and with "
-        f"many, {both('states')}; {both('length')}; {both('squared_norm')}.",
-        f"A transition is {'tighter' if one < denominators else 'looser'} than attention with the same embeddings and "
-        f"M: {denominators:.3f} for the logarithm of a denominator, {outputs:.3f} for outputs.",
+        f"{one:.3f} with one draw for all transitions and {many:.3f} with a draw for each; attention with the same "
+        f"embeddings and M errs by {denominators:.3f} in the logarithm of a denominator and by {outputs:.3f} in its "
+        "outputs.",
+        f"The error of log Z falls as M to the power {slope:.2f} ({ends('features')}, one draw), and is multiplied, "
+        f"with one draw and with a draw each, {both('states')}, {both('length')}, {both('squared_norm')}.",
+        f"A transition is tighter than a denominator of attention at |e|² = {tighter(ONE)} with one draw and at "
+        f"{tighter(MANY)} with a draw each, of {', '.join(f'{n:g}' for n in settings['norms'])}; elsewhere looser.",
         f"One draw errs the same way at every transition: at T = {last:,} log Z is off by {whole[0]:.1f} on average, "
         f"with a draw for each transition by {whole[1]:.1f}.",
         _crossovers(result),

@@ -74,8 +74,7 @@ def conclusions(result: Result) -> list[str]:
         for dim in dims
     ]
     sentences.append(
-        "Sparse inputs tell blocks apart; error over that of orthogonal rows (sine and cosine, "
-        f"M = {last:,}): {'; '.join(parts)}."
+        f"Sparse inputs, error over that of orthogonal rows (sine and cosine, M = {last:,}): {'; '.join(parts)}."
     )
     angles = " and ".join(f"{cosines[str(dim)][SUM]:.2f} (d = {dim})" for dim in dims)
     parts = [f"d = {dim}, {at_last('normal', 'sincos', dim, SUM, IID)}" for dim in dims]
@@ -90,7 +89,7 @@ def conclusions(result: Result) -> list[str]:
         gains = [_find(result["norms"], **chosen, squared_norm=norm)["ratio"] for norm in settings["norms"]]
         parts.append(f"d = {dim}, {', '.join(f'{gain:.2f}' for gain in gains)}")
     sentences.append(
-        "What orthogonal rows gain depends on the norm: error over that of iid rows (sine and cosine, M = 4d) for "
+        "What orthogonal rows gain, by norm: error over that of iid rows (sine and cosine, M = 4d) for "
         f"|x|² = {', '.join(f'{norm:g}' for norm in settings['norms'])}: {'; '.join(parts)}."
     )
     return sentences
