@@ -164,8 +164,8 @@ class GramStudy(Study):
             "cosine pairs at the same M (iid rows, mean over kernels and M).",
             "Orthogonal rows have this many times the error of iid ones (mean over M): "
             f"{by_kernel('sincos', 'orthogonal')} with pairs; {by_kernel('cos', 'orthogonal')} with phases.",
-            f"Hadamard rows have {by_kernel('sincos', 'hadamard')} times it with pairs, and at M = {last:,} alone "
-            f"{by_kernel('sincos', 'hadamard', (last,))}{bias}.",
+            f"Hadamard rows, with pairs: {by_kernel('sincos', 'hadamard')} times the error of iid ones (mean over M), "
+            f"at M = {last:,} alone {by_kernel('sincos', 'hadamard', (last,))}{bias}.",
         ]
 
 
