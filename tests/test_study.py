@@ -153,12 +153,9 @@ def test_mistakes(bert, tmp_path, monkeypatch):
 # Numbers behind the claims, small
 
 
-def test_student_quantiles():
+def test_intervals_hold_the_truth():
     for freedom, value in ((4, 2.776), (9, 2.262), (30, 2.042)):  # from tables
         assert intervals.student_quantile(freedom) == pytest.approx(value, rel=0.01)
-
-
-def test_intervals_hold_the_truth():
     generator = torch.Generator().manual_seed(0)
     held = 0
     for _ in range(300):
@@ -244,12 +241,9 @@ def test_a_sum_of_blocks_is_no_rotation():
     assert cosines["64"]["hadamard, 3 blocks"] < 1e-4 < cosines["64"]["iid"]
 
 
-def test_first_below():
+def test_rotations_and_crossovers():
     assert times.first_below([(1, 0.5), (2, 0.4)]) == 1
     assert times.first_below([(1, 2.0), (2, 0.4), (3, 1.0)]) is None
-
-
-def test_rotations_are_those_of_the_package():
     x, signs = torch.randn(3, 16), [torch.randint(0, 2, (16,)) * 2.0 - 1 for _ in range(2)]
     h = hadamard_matrix(16)
     assert torch.allclose(times.rotate(x, signs), x @ signs[0].diag() @ h @ signs[1].diag() @ h, atol=1e-6)
