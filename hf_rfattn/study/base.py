@@ -103,7 +103,7 @@ def write_study(
 
 def text_table(title: str, columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
     """A table whose first `left` columns are words and the others numbers."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right")
     for row in rows:

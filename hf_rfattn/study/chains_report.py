@@ -34,11 +34,14 @@ def tables(result: Result) -> list[tuple[str, list[str], list[list[str]]]]:
     found = []
     for varies, title in VARIES.items():
         values = [row[varies] for row in _series(result, varies, ONE)]
-        lines = [
-            [label, *(f"{row['error']:.4f}" for row in _series(result, varies, kind))]
-            for kind, (label, *_) in KINDS.items()
-        ]
-        found.append((f"Error by {title} (log Z: a transition)", ["", *(f"{value:,}" for value in values)], lines))
+        lines = [[kind, *(f"{row['error']:.4f}" for row in _series(result, varies, kind))] for kind in KINDS]
+        found.append(
+            (
+                f"Error by {title} (draws: of log Z a transition; others: of attention)",
+                ["", *(f"{value:,}" for value in values)],
+                lines,
+            )
+        )
     states = sorted({row["states"] for row in result["times"]})
     times = {(row["name"], row["states"]): row["median_ms"] for row in result["times"]}
     names = dict.fromkeys(row["name"] for row in result["times"])

@@ -101,6 +101,8 @@ def _run(name: str, full: bool, output: Path, **settings: Any) -> None:
             result = run_study(study, None, lambda doing: progress.update(task, advance=1, description=doing))
         written = write_study(study, result, output)
     for table in study.tables(result):
+        console.print(f"\n{table.title}", highlight=False, markup=False)
+        table.title = None  # rich would wrap it at the width of the table
         console.print(table)
     for sentence in result["conclusions"]:
         console.print(f"- {sentence}", highlight=False, markup=False)

@@ -61,6 +61,15 @@ def mean_interval(samples: Sequence[float]) -> Interval:
     return ratio_interval([(samples, [1.0] * len(samples))])
 
 
+def effective_count(samples: Sequence[float]) -> float:
+    """How many equal samples would make a mean as uncertain: near 1 if one of them rules it.
+
+    >>> effective_count([1.0, 1.0, 1.0, 1.0]), round(effective_count([1000.0, 1.0, 1.0, 1.0]), 2)
+    (4.0, 1.01)
+    """
+    return sum(samples) ** 2 / sum(sample**2 for sample in samples)
+
+
 def round_digits(value: float, digits: int = 4) -> float:
     """
     >>> round_digits(0.00123456)

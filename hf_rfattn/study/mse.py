@@ -24,7 +24,7 @@ from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
 from ..ops import normalised_weights
 from .base import Advance, Result, Study, text_table
-from .intervals import Interval, mean_interval, ratio_interval
+from .intervals import Interval, effective_count, mean_interval, ratio_interval
 from .mse_report import (
     IID,
     INPUTS,
@@ -57,7 +57,7 @@ class MseStudy(Study):
     name: ClassVar[str] = "mse"
     full_settings: ClassVar[dict[str, Any]] = {
         "draws": 8,
-        "short_draws": 60,
+        "short_draws": 40,
         "features": (16, 64, 256, 1024, 4096),
     }
 
@@ -133,7 +133,8 @@ class MseStudy(Study):
             ratio = ratio_interval([(samples, errors[dim, kind, norm, matrix, IID])])
             row = {"dim": dim, "kind": kind, "squared_norm": norm, "matrix": matrix, "projection": projection}
             row |= {"mse": mean_interval(samples).mean, "ratio": ratio.mean, "low": ratio.low, "high": ratio.high}
-            found.append(row)
+            counts = [effective_count(x) for x in (samples, errors[dim, kind, norm, matrix, IID])]
+            found.append(row | {"effective_draws": round(min(counts), 1)})
         return found
 
     def _cosines(self) -> dict[str, dict[str, float]]:

@@ -129,7 +129,10 @@ class TimeStudy(Study):
             cells = {(r["name"], r["size"]): r for r in result["rows"] if r["what"] == what}
             sizes = sorted({size for _, size in cells})
             lines = [
-                [name, *(f"{cells[name, size]['median_ms']:.3g}" if (name, size) in cells else "–" for size in sizes)]
+                [
+                    name.replace("fast transform", "fast"),
+                    *(_number(cells[name, size]["median_ms"]) if (name, size) in cells else "–" for size in sizes),
+                ]
                 for name in names
             ]
             found.append(text_table(title, ["", *(f"{size:,}" for size in sizes)], lines))
@@ -184,6 +187,10 @@ def first_below(pairs: list[tuple[int, float]]) -> int | None:
         elif found is None:
             found = size
     return found
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _figure(result: Result) -> Figure:
