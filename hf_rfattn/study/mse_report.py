@@ -64,7 +64,10 @@ def conclusions(result: Result) -> list[str]:
             f"{name.capitalize()} features, normal inputs, |x|² = {settings['squared_norm']:g}, mean squared error "
             f"over that of iid rows, mean over M: {'; '.join(parts)}."
         )
-    for projection, words in ((ONE, "One Hadamard block, as in the report"), (THREE, "Three, which it left open")):
+    for projection, words in (
+        (ONE, "One Hadamard block, as in the report"),
+        (THREE, "Three Hadamard blocks, which the report left open"),
+    ):
         parts = [
             f"{KINDS[kind]}, d = {dim}, {at_last('normal', kind, dim, projection)}" for kind in KINDS for dim in dims
         ]
@@ -161,8 +164,8 @@ def norm_figure(result: Result) -> Figure:
     for axes in grid[-1]:
         axes.set_xlabel("|x|², dotted: of standard normal q and k")
     figure.suptitle(
-        f"What orthogonality gains, by norm: normal inputs, M = 4d, {settings['short_draws']} draws (bands: 95 %; "
-        "left out: means ruled by less than a quarter of the draws)"
+        f"What orthogonality gains, by norm: normal inputs, M = 4d, {settings['short_draws']} draws (bands: 95 %)\n"
+        "left out: means that less than a quarter of the draws rule"
     )
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PROJECTIONS), frameon=False)
