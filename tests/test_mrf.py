@@ -99,7 +99,7 @@ def test_features_against_enumeration(name, method):
             assert (chain.log_prob(states, features, method=method).exp() - expected).abs().max() < 1e-8
 
 
-def mean_of_z(T, independent, draws=3000, M=16):
+def mean_of_z(T, independent, draws=2000, M=16):
     """Mean of Ẑ/Z over draws, and its standard error."""
     chain = make_chain(T, unary=False, scale=0.35)
     z = float(chain.log_partition())

@@ -81,7 +81,7 @@ def run_study(study: Study, output: Path | None, advance: Advance = lambda doing
 
 
 def write_study(
-    study: Study | type[Study], result: Result, output: Path, plots: Sequence[str] = ("png", "svg")
+    study: Study | type[Study], result: Result, output: Path, plots: Sequence[str] = ("svg", "png")
 ) -> list[Path]:
     """The files of a result; returns their paths."""
     written = [output / f"{study.name}.json", output / f"{study.name}.csv"]
