@@ -58,7 +58,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info demo_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info demo_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was

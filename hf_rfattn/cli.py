@@ -1,4 +1,4 @@
-"""The command line: `hf-rfattn list`, `inspect`, `patch`, `unpatch`, `bench`, `card` and `publish`.
+"""The command line: `hf-rfattn list`, `inspect`, `patch`, `unpatch`, `bench`, `study`, `card` and `publish`.
 
 torch and transformers are imported inside the commands, by what they call.
 """
@@ -21,6 +21,7 @@ from .commands import (
 )
 from .hub.cli import add_commands as add_hub_commands
 from .inspect_command import inspect_model
+from .study.cli import app as study
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,4 +184,5 @@ def _convert(
 
 
 app.add_typer(bench)
+app.add_typer(study)
 add_hub_commands(app)
