@@ -1,0 +1,123 @@
+"""Train a language model on WikiText, from a pretrained one or from scratch; measured by perplexity.
+
+accelerate launch recipes/finetune_lm.py --model openai-community/gpt2 --attention favor+
+accelerate launch recipes/finetune_lm.py --from-scratch recipes/gpt2_mini.json --max-length 256 --learning-rate 1e-3
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from datasets import Dataset
+from metrics.perplexity.perplexity import Perplexity
+from torch import Tensor
+from training.batches import PadBatch
+from training.data import Source, find_source, load_split
+from training.language import config_from_scratch, split_blocks, split_windows, tokens_of, train_tokenizer
+from training.models import choose_length, load_config, load_model, load_tokenizer, ready_to_train, with_padding
+from training.options import RunOptions, described
+from training.run import main
+from training.task import Metric, Prepared, Task
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+USUAL_LENGTH = 512
+
+
+@dataclass(kw_only=True)
+class LanguageOptions(RunOptions):
+    from_scratch: str | None = described(
+        "Begin with random weights: a JSON file of config fields (GPT-2 unless it names a model_type), or a model's "
+        "folder whose shape to take."
+    )
+    vocab_size: int = described(
+        "Of the tokenizer that is trained on the text, if none is given to --from-scratch.", 8192
+    )
+    data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
+    eval_stride: int | None = described(
+        "How far evaluation windows move on; what they share is context. Default: by all but one token, the fastest."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.model is None) == (self.from_scratch is None):
+            raise ValueError("Give --model or --from-scratch, one of them.")
+        if self.group_by_length:
+            raise ValueError("--group-by-length has no meaning here: all blocks are of one length.")
+        if self.from_scratch and self.model_name is None:
+            self.model_name = f"{Path(self.from_scratch).stem} from scratch"
+
+
+class LanguageTask(Task[LanguageOptions]):
+    name = "wikitext"
+    task_type = "text-generation"
+    main_metric = "perplexity"
+
+    def __init__(self, options: LanguageOptions):
+        super().__init__(options)
+        self.metric = Perplexity(keep_in_memory=True)
+        self.num_bytes: dict[str, int] = {}
+
+    def prepare(self) -> Prepared:
+        options = self.options
+        source = find_source(options.data, "Salesforce/wikitext", options.data_config, self.name, options.data_name)
+        split = options.eval_split or "validation"
+        examples = {
+            "train": self._load(source, "train", options.max_train_samples),
+            split: self._load(source, split, options.max_eval_samples),
+        }
+        tokenizer = self._tokenizer(examples["train"])
+        tokenizer.padding_side = "right"
+        if options.from_scratch:
+            config = config_from_scratch(options.from_scratch, tokenizer)
+            model = ready_to_train(AutoModelForCausalLM.from_config(config), tokenizer)
+        else:
+            model = load_model(AutoModelForCausalLM, options, load_config(options), tokenizer)
+        length = choose_length(model, options.max_length, USUAL_LENGTH)
+        stride = options.eval_stride or length - 1
+        if not 1 <= stride < length:
+            raise ValueError(f"--eval-stride {stride} must be below the length of a window, {length}.")
+        self.num_bytes = {split: sum(len(text.encode()) for text in examples[split]["text"][:])}
+        return Prepared(
+            model=model,
+            tokenizer=tokenizer,
+            source=source,
+            examples=examples,
+            train=split_blocks(tokens_of(examples["train"], tokenizer), length),
+            evaluation={split: split_windows(tokens_of(examples[split], tokenizer), length, stride)},
+            collate=PadBatch({"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}),
+            max_length=length,
+        )
+
+    def _load(self, source: Source, split: str, most: int | None) -> Dataset:
+        """The first lines, not any: a text has an order."""
+        lines = load_split(source, split, ["text"])
+        return lines if most is None else lines.select(range(min(most, len(lines))))
+
+    def _tokenizer(self, text: Dataset) -> PreTrainedTokenizerBase:
+        """The model's, or one of the user's, or one that the main process trains and leaves for the others."""
+        options = self.options
+        if options.tokenizer or not options.from_scratch:
+            return load_tokenizer(options)
+        folder = Path(options.output) / "tokenizer"
+        if PartialState().is_main_process and not (options.resume and folder.exists()):
+            train_tokenizer(text, options.vocab_size).save_pretrained(folder)
+        return with_padding(PreTrainedTokenizerFast.from_pretrained(folder))
+
+    def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each window, the negative log-likelihood of the tokens that count, and their number."""
+        labels = batch["labels"][:, 1:]
+        losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2).float(), labels, reduction="none")
+        return {"predictions": losses.sum(-1, dtype=torch.float64), "references": (labels != -100).sum(-1)}
+
+    def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
+        values = self.metric.compute(**predictions, num_bytes=self.num_bytes[split])
+        tokens = int(predictions["references"].sum())
+        return {name: Metric(value, tokens, lower_is_better=True) for name, value in values.items()}
+
+
+if __name__ == "__main__":
+    main(LanguageTask, LanguageOptions, __doc__)

@@ -1,0 +1,25 @@
+"""Fine-tune a model on SNLI: does one sentence follow from another?
+
+python recipes/finetune_snli.py --model google-bert/bert-base-uncased --attention favor+
+"""
+
+from metrics.glue.glue import Glue
+from training.classification import ClassificationTask, TextTask
+from training.options import RunOptions
+from training.run import main
+
+
+class SnliTask(ClassificationTask):
+    name = "snli"
+    main_metric = "accuracy"
+    hub_name, hub_config = "stanfordnlp/snli", None
+    text_task = TextTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"))
+    drop_unlabelled = True
+
+    def __init__(self, options: RunOptions):
+        super().__init__(options)
+        self.metric = Glue("snli", keep_in_memory=True)
+
+
+if __name__ == "__main__":
+    main(SnliTask, RunOptions, __doc__)

@@ -1,0 +1,135 @@
+"""Fine-tune a model to answer questions: SQuAD 1.1, or SQuAD 2, where some questions have no answer.
+
+accelerate launch recipes/finetune_squad.py --model google-bert/bert-base-uncased --attention fmm
+accelerate launch recipes/finetune_squad.py --version 2 --model google-bert/bert-base-uncased --attention fmm
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from metrics.squad.squad import Squad
+from torch import Tensor
+from training.answers import encode_windows, find_answer
+from training.batches import PadBatch
+from training.data import Source, find_source, load_split, take
+from training.models import choose_length, load_config, load_model, load_tokenizer
+from training.options import RunOptions, described
+from training.run import main
+from training.task import Metric, Prepared, Task
+from transformers import AutoModelForQuestionAnswering
+
+USUAL_LENGTH = 384
+COLUMNS = ["id", "context", "question", "answers"]
+INPUTS = ["input_ids", "attention_mask", "token_type_ids", "start_positions", "end_positions", "length"]
+
+
+@dataclass(kw_only=True)
+class SquadOptions(RunOptions):
+    version: Literal["1.1", "2"] = described("Of SQuAD; in version 2 some questions have no answer.", "1.1")
+    stride: int = described("Tokens that neighbouring windows of a long context share.", 128)
+    n_best: int = described("How many first and last tokens of an answer are tried.", 20)
+    max_answer_length: int = described("Longest answer in tokens.", 30)
+    null_threshold: float = described(
+        "Version 2: no answer is given if its score exceeds that of the best answer by more than this.", 0.0
+    )
+
+
+class SquadTask(Task[SquadOptions]):
+    task_type = "question-answering"
+    main_metric = "f1"
+
+    def __init__(self, options: SquadOptions):
+        super().__init__(options)
+        self.second = options.version == "2"
+        self.name = "squad_v2" if self.second else "squad"
+        self.metric = Squad("v2" if self.second else "v1", keep_in_memory=True)
+        self.windows: dict[str, Dataset] = {}  # of each evaluation split, with the places of their tokens
+        self.examples: dict[str, Dataset] = {}
+
+    def prepare(self) -> Prepared:
+        options = self.options
+        source = find_source(options.data, f"rajpurkar/{self.name}", None, self.name, options.data_name)
+        split = options.eval_split or "validation"
+        self.examples = {
+            "train": self._load(source, "train", options.max_train_samples),
+            split: self._load(source, split, options.max_eval_samples),
+        }
+        tokenizer = load_tokenizer(options)
+        tokenizer.padding_side = "right"
+        model = load_model(AutoModelForQuestionAnswering, options, load_config(options), tokenizer)
+        length = choose_length(model, options.max_length, USUAL_LENGTH)
+        if options.stride >= length // 2 - 4:
+            raise ValueError(f"--stride {options.stride} leaves windows of {length} tokens no room to move on.")
+        self.length = length
+        encode = partial(encode_windows, tokenizer=tokenizer, max_length=length, stride=options.stride)
+        rows = {
+            name: part.map(
+                encode, batched=True, with_indices=True, remove_columns=part.column_names, desc=f"windows of {name}"
+            )
+            for name, part in self.examples.items()
+        }
+        inputs = [name for name in INPUTS if name in rows["train"].column_names]
+        self.windows = {split: rows[split].select_columns(["starts", "ends", "null_position", "example"])}
+        padding = {
+            "input_ids": tokenizer.pad_token_id,
+            "attention_mask": 0,
+            "token_type_ids": tokenizer.pad_token_type_id,
+        }
+        return Prepared(
+            model=model,
+            tokenizer=tokenizer,
+            source=source,
+            examples=self.examples,
+            train=rows["train"].select_columns(inputs),
+            evaluation={split: rows[split].select_columns(inputs)},
+            collate=PadBatch(padding),
+            max_length=length,
+            facts={"windows": {name: len(part) for name, part in rows.items()}},
+        )
+
+    def _load(self, source: Source, split: str, most: int | None) -> Dataset:
+        examples = take(load_split(source, split, COLUMNS), most)
+        for row in examples.select_columns(["id", "context", "answers"]):
+            where = f"{source.name}, split {split!r}, question {row['id']!r}"
+            if not self.second and not row["answers"]["text"]:
+                raise ValueError(f"{where} has no answer, which only --version 2 knows of.")
+            for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
+                if start < 0 or row["context"][start : start + len(text)] != text:
+                    raise ValueError(f"{where}: the answer {text!r} is not at character {start} of its context.")
+        return examples
+
+    def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Scores of all tokens, in rows of one length."""
+        logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1).float()
+        return {"logits": torch.nn.functional.pad(logits, (0, self.length - logits.shape[-1]), value=-torch.inf)}
+
+    def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
+        options, examples = self.options, self.examples[split]
+        of_example: dict[int, list[dict[str, Any]]] = {}
+        for window, (start, end) in zip(self.windows[split], predictions["logits"].numpy(), strict=True):
+            of_example.setdefault(window["example"], []).append({**window, "start": start, "end": end})
+        answers = []
+        for i, example in enumerate(examples):
+            best, null = find_answer(example["context"], of_example[i], options.n_best, options.max_answer_length)
+            text, doubt = (best[0]["text"], null - best[0]["score"]) if best else ("", float("inf"))
+            if self.second:
+                text = "" if doubt > options.null_threshold else text
+                answers.append({"id": example["id"], "prediction_text": text, "no_answer_probability": doubt})
+            else:
+                answers.append({"id": example["id"], "prediction_text": text})
+        references = [{"id": row["id"], "answers": row["answers"]} for row in examples]
+        values = self.metric.compute(predictions=answers, references=references)
+        names = {"exact": "exact_match"} if self.second else {}
+        return {
+            names.get(name, name): Metric(value, int(values.get("total", len(answers))), 100)
+            for name, value in values.items()
+            if not name.endswith(("total", "thresh"))
+        }
+
+
+if __name__ == "__main__":
+    main(SquadTask, SquadOptions, __doc__)

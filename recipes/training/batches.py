@@ -1,0 +1,121 @@
+"""Which examples each step sees, and how they become tensors."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+GROUP = 50  # batches within which examples are sorted by length
+LENGTH = "length"  # the column they are sorted by; models do not read it
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """The endless order of training examples: each epoch is a new permutation, and the next begins where one ends.
+
+    Step t takes examples t·B to (t+1)·B of it. So every batch is full, the order depends on the seed alone and not on
+    the number of processes, and the step number is all there is to know about the position.
+
+    >>> order = TrainingOrder(size=5, batch_size=2, seed=0)
+    >>> steps = order.batches(0)
+    >>> sorted(i for _ in range(5) for i in next(steps))
+    [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    >>> late = order.batches(3)
+    >>> steps = order.batches(0)
+    >>> [next(steps) for _ in range(4)][3] == next(late)
+    True
+    """
+
+    size: int
+    batch_size: int
+    seed: int
+    lengths: Sequence[int] | None = None  # group by them, if given
+
+    def epoch(self, number: int) -> list[int]:
+        """All examples once, in the order of this epoch."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = torch.randperm(self.size, generator=generator).tolist()
+        if self.lengths is None:
+            return order
+        batches: list[list[int]] = []
+        for start in range(0, self.size, GROUP * self.batch_size):
+            group = sorted(order[start : start + GROUP * self.batch_size], key=lambda i: -self.lengths[i])
+            batches += [group[i : i + self.batch_size] for i in range(0, len(group), self.batch_size)]
+        tail = [batches.pop()] if len(batches[-1]) < self.batch_size else []  # stays last, or batches would shift
+        shuffled = torch.randperm(len(batches), generator=generator).tolist()
+        return [i for b in [*(batches[j] for j in shuffled), *tail] for i in b]
+
+    def batches(self, start: int) -> Iterator[list[int]]:
+        """Batches from step `start` on, without end."""
+        number, position = divmod(start * self.batch_size, self.size)
+        order = self.epoch(number)
+        while True:
+            batch = order[position : position + self.batch_size]
+            position += len(batch)
+            while len(batch) < self.batch_size:
+                number, order = number + 1, self.epoch(number + 1)
+                position = min(self.batch_size - len(batch), self.size)
+                batch += order[:position]
+            yield batch
+
+
+class ShareOfBatches(Sampler[list[int]]):
+    """What one process sees of an order: its part of each batch, in `passes` pieces, for the steps from `start` to
+    `end`.
+    """
+
+    def __init__(self, order: TrainingOrder, start: int, end: int, rank: int, processes: int, passes: int):
+        if order.batch_size % (processes * passes):
+            raise ValueError(
+                f"--batch-size {order.batch_size} cannot be shared by {processes} processes in {passes} passes "
+                f"(--accumulate): it must be a multiple of {processes * passes}."
+            )
+        self.order, self.start, self.end = order, start, end
+        self.pieces = [slice(piece, None, processes * passes) for piece in range(rank * passes, (rank + 1) * passes)]
+
+    def __len__(self) -> int:
+        return (self.end - self.start) * len(self.pieces)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = self.order.batches(self.start)
+        for _ in range(self.start, self.end):
+            batch = next(steps)
+            for piece in self.pieces:
+                yield batch[piece]
+
+
+@dataclass(frozen=True)
+class PadBatch:
+    """Rows of token lists → tensors, as long as the longest row.
+
+    `padding`: the value that fills each column. Columns that are not in it are numbers, one a row. `positions`: also
+    give position_ids, which left padding needs in models that count from the first column.
+    """
+
+    padding: dict[str, int]
+    side: str = "right"
+    positions: bool = False
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch: dict[str, Tensor] = {}
+        for name in rows[0]:
+            if name == LENGTH:
+                continue
+            if name in self.padding:
+                filled = torch.full((len(rows), longest), self.padding[name])
+                for i, row in enumerate(rows):
+                    values = torch.as_tensor(row[name])
+                    if self.side == "right":
+                        filled[i, : len(values)] = values
+                    else:
+                        filled[i, longest - len(values) :] = values
+                batch[name] = filled
+            else:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        if self.positions:
+            batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        return batch

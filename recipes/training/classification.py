@@ -1,0 +1,122 @@
+"""Text classification and regression: what the GLUE tasks and SNLI share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from .batches import PadBatch
+from .data import check_labels, check_scores, find_source, load_split, take
+from .models import choose_length, load_config, load_model, load_tokenizer, needs_positions
+from .options import RunOptions
+from .task import Metric, Prepared, Task
+
+USUAL_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """A task: the columns of its texts, its labels (none: a score between `least` and `most`), its splits."""
+
+    texts: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    least: float = 0.0
+    most: float = 5.0
+    evaluation: tuple[str, ...] = ("validation",)
+
+
+class ClassificationTask(Task[RunOptions]):
+    """Derive from it, and say in `__init__` what the task is."""
+
+    task_type = "text-classification"
+    text_task: TextTask
+    hub_name: str
+    hub_config: str | None
+    metric: Any  # an `evaluate` module
+    drop_unlabelled = False  # SNLI marks pairs without a gold label by -1
+
+    def prepare(self) -> Prepared:
+        options, task = self.options, self.text_task
+        source = find_source(options.data, self.hub_name, self.hub_config, self.name, options.data_name)
+        splits = (options.eval_split,) if options.eval_split else task.evaluation
+        examples = {
+            "train": take(self._load(source, "train"), options.max_train_samples),
+            **{split: take(self._load(source, split), options.max_eval_samples) for split in splits},
+        }
+        names = dict(enumerate(task.labels))
+        config = load_config(
+            options,
+            num_labels=len(names) or 1,
+            problem_type="single_label_classification" if names else "regression",
+            finetuning_task=self.name,
+            **({"id2label": names, "label2id": {name: i for i, name in names.items()}} if names else {}),
+        )
+        tokenizer = load_tokenizer(options)
+        model = load_model(AutoModelForSequenceClassification, options, config, tokenizer)
+        length = choose_length(model, options.max_length, USUAL_LENGTH)
+        encode = partial(encode_texts, tokenizer=tokenizer, texts=task.texts, max_length=length)
+        rows = {
+            split: part.map(encode, batched=True, remove_columns=part.column_names, desc=f"tokens of {split}")
+            for split, part in examples.items()
+        }
+        padding = {
+            "input_ids": tokenizer.pad_token_id,
+            "attention_mask": 0,
+            "token_type_ids": tokenizer.pad_token_type_id,
+        }
+        return Prepared(
+            model=model,
+            tokenizer=tokenizer,
+            source=source,
+            examples=examples,
+            train=rows["train"],
+            evaluation={split: rows[split] for split in splits},
+            collate=PadBatch(padding, tokenizer.padding_side, needs_positions(model, tokenizer.padding_side)),
+            max_length=length,
+        )
+
+    def _load(self, source: Any, split: str) -> Dataset:
+        task, where = self.text_task, f"{source.name}, split {split!r}"
+        examples = load_split(source, split, [*task.texts, "label"])
+        if self.drop_unlabelled:
+            examples = examples.filter(
+                lambda labels: [label != -1 for label in labels], input_columns="label", batched=True
+            )
+        if task.labels:
+            check_labels(examples, len(task.labels), where)
+        else:
+            check_scores(examples, task.least, task.most, where)
+        return examples
+
+    def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        logits = outputs.logits
+        return {
+            "predictions": logits.argmax(-1) if self.text_task.labels else logits[:, 0].float(),
+            "references": batch["labels"],
+        }
+
+    def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
+        values = self.metric.compute(**predictions)
+        return {
+            self.metric_name(name, split): Metric(value, len(predictions["references"]), 1)
+            for name, value in values.items()
+        }
+
+    def metric_name(self, name: str, split: str) -> str:
+        """Metrics of a second split carry its name: accuracy_mismatched."""
+        first = self.options.eval_split or self.text_task.evaluation[0]
+        return name if split == first else f"{name}_{split.removeprefix('validation_')}"
+
+
+def encode_texts(
+    batch: Mapping[str, list[Any]], tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], max_length: int
+) -> dict[str, Any]:
+    """Token lists, cut at `max_length`, with the label."""
+    encoded = tokenizer(*(batch[column] for column in texts), truncation=True, max_length=max_length)
+    encoded["labels"] = batch["label"]
+    encoded["length"] = [len(ids) for ids in encoded["input_ids"]]
+    return encoded

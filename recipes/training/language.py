@@ -1,0 +1,90 @@
+"""Language modelling: text as one stream of tokens, in blocks and windows; new tokenizers; the shape of new models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+
+
+def tokens_of(text: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The tokens of all lines, one after the other."""
+    encoded = text.map(
+        lambda lines: {"input_ids": tokenizer(lines["text"], add_special_tokens=False)["input_ids"]},
+        batched=True,
+        remove_columns=text.column_names,
+        desc="tokens",
+    )
+    return encoded.data.table.column("input_ids").combine_chunks().flatten().to_numpy()
+
+
+def split_blocks(tokens: np.ndarray, length: int) -> Dataset:
+    """For training: blocks of one length. The rest at the end, shorter than a block, is left out."""
+    count = len(tokens) // length
+    if count == 0:
+        raise ValueError(f"The training text has {len(tokens)} tokens, which is less than one block of {length}.")
+    blocks = tokens[: count * length].reshape(count, length)
+    return Dataset.from_dict({"input_ids": list(blocks), "labels": list(blocks)})
+
+
+def split_windows(tokens: np.ndarray, length: int, stride: int) -> Dataset:
+    """For evaluation: windows that move on by `stride`, in which every token but the very first counts exactly once.
+
+    >>> windows = split_windows(np.arange(7), length=4, stride=2)
+    >>> windows["input_ids"][:], windows["labels"][:]
+    ([[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6]], [[0, 1, 2, 3], [-100, -100, 4, 5], [-100, -100, 6]])
+    """
+    if len(tokens) < 2:
+        raise ValueError("The text to evaluate on has fewer than two tokens.")
+    rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    counted = 0
+    for start in range(0, len(tokens), stride):
+        window = tokens[start : start + length]
+        labels = window.copy()
+        labels[: max(0, counted - start)] = -100
+        counted = start + len(window)
+        rows["input_ids"].append(window)
+        rows["attention_mask"].append(np.ones_like(window))
+        rows["labels"].append(labels)
+        if counted == len(tokens):
+            break
+    return Dataset.from_dict(rows)
+
+
+def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as GPT-2 has it, from this text alone."""
+    if vocab_size < 257:
+        raise ValueError(f"--vocab-size {vocab_size} is too small: 256 bytes and {END} need a token each.")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        (batch["text"] for batch in text.iter(1000)), vocab_size=vocab_size, special_tokens=[END], show_progress=False
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token=END, eos_token=END, pad_token=END)
+
+
+def config_from_scratch(given: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The shape of a new model, with the vocabulary of its tokenizer."""
+    path = Path(given)
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if path.is_file():
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(fields, dict):
+                raise ValueError("it holds no fields.")
+            return AutoConfig.for_model(fields.pop("model_type", "gpt2"), **{**fields, **tokens})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--from-scratch {given}: {' '.join(str(error).split())}") from error
+    try:
+        return AutoConfig.from_pretrained(given, **tokens)
+    except OSError as error:
+        raise ValueError(f"--from-scratch {given!r} is neither a JSON file nor a model's folder or name.") from error

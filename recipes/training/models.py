@@ -1,0 +1,138 @@
+"""Loading a model and its tokenizer for a task, and giving the model its attention."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_rfattn
+from hf_rfattn.mechanisms import resolve_config
+
+from .options import RunOptions
+
+
+def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
+    """The model's config with what the task changes in it."""
+    if options.model is None:
+        raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
+    if not Path(options.model).is_dir() and (options.model.startswith((".", "/", "~")) or options.model.count("/") > 1):
+        raise ValueError(f"--model: there is no folder {options.model!r}.")
+    try:
+        return AutoConfig.from_pretrained(options.model, **changes)
+    except OSError as error:
+        raise ValueError(f"--model {options.model!r} cannot be read: {_first_line(error)}") from error
+
+
+def load_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
+    """A fast tokenizer with a padding token."""
+    name = options.tokenizer or options.model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name!r} has no tokenizer that can be read: {_first_line(error)} Give --tokenizer."
+        ) from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"The tokenizer of {name!r} has no fast version, which the recipes need.")
+    return with_padding(tokenizer)
+
+
+def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """GPT-2 and its kin have no padding token; any other one will do, since padding is masked."""
+    if tokenizer.pad_token is None:
+        stand_in = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
+        if stand_in is None:
+            raise ValueError("The tokenizer has neither a padding token nor one that could stand in for it.")
+        tokenizer.pad_token = stand_in
+    return tokenizer
+
+
+def load_model(
+    auto_class: Any, options: RunOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """The model with a head for the task, in float32, ready to train."""
+    try:
+        model = auto_class.from_pretrained(options.model, config=config, dtype=torch.float32)
+    except OSError as error:
+        raise ValueError(f"--model {options.model!r} cannot be read: {_first_line(error)}") from error
+    return ready_to_train(model, tokenizer)
+
+
+def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Tell the model its padding token: the last token before it is what decoders classify by."""
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, the model only {model.get_input_embeddings().num_embeddings}; "
+            "they do not belong together."
+        )
+    return model
+
+
+def set_attention(model: PreTrainedModel, options: RunOptions) -> None:
+    """Patch or unpatch as --attention says; without it the model stays as it is."""
+    if options.attention is None:
+        return
+    if options.attention == "softmax":
+        hf_rfattn.unpatch_model(model)
+        return
+    config = resolve_config(options.mechanism())
+    if options.redraw_every and getattr(config, "redraw_interval", None):
+        raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
+    hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
+
+
+def attention_of(model: PreTrainedModel) -> Any:
+    """A model's attention as result files name it: "softmax", a mechanism's document, or one by layers."""
+    spec = getattr(model.config, "rfattn", None)
+    if spec is None:
+        return "softmax"
+    layers = spec["layers"]
+    last = getattr(model.config, "num_hidden_layers", 0) - 1
+    everywhere = "0" if last == 0 else f"0-{last}"
+    return layers[everywhere] if list(layers) == [everywhere] else {"layers": layers}
+
+
+def mechanism_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that mechanisms have brought along."""
+    prefixes = [name for name, module in model.named_modules() if isinstance(module, hf_rfattn.Mechanism)]
+    return {name for name, _ in model.named_parameters() if any(name.startswith(f"{p}.") for p in prefixes)}
+
+
+def longest_sequence(model: PreTrainedModel) -> int | None:
+    """How many positions the model has; None if nothing limits them."""
+    limit = getattr(model.config, "max_position_embeddings", None)  # GPT-2's n_positions answers to this name too
+    if limit is None:
+        return None
+    for module in model.modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            return limit - table.padding_idx - 1  # RoBERTa counts from behind its padding token
+    return limit
+
+
+def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
+    """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
+    limit = longest_sequence(model)
+    if wanted is None:
+        return usual if limit is None else min(usual, limit)
+    if limit is not None and wanted > limit:
+        raise ValueError(
+            f"--max-length {wanted} is more than the {limit} positions of this model. Choose at most {limit}, or give "
+            f"the model more first: hf_rfattn.extend_positions(model, {wanted}), save_pretrained, then --model."
+        )
+    return wanted
+
+
+def needs_positions(model: PreTrainedModel, padding_side: str) -> bool:
+    """Whether left padding would shift the model's positions. RoBERTa and its kin count from the padding on."""
+    counts_itself = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    takes_them = "position_ids" in inspect.signature(model.forward).parameters
+    return padding_side == "left" and takes_them and not counts_itself
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).strip().partition("\n\n")[0].split())[:300]

@@ -1,0 +1,140 @@
+"""The folder of a run: whether it may be used, what a resumed run must have in common with it, and kept models.
+
+OUTPUT/run.json       the options of the run
+OUTPUT/state/         states, while the run is not finished
+OUTPUT/best/          the best model so far, likewise
+OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
+OUTPUT/result.json    written last: it is there if and only if the run is finished
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from hf_rfattn.commands import in_bytes
+
+from .options import RunOptions, flag
+from .state import PARTIAL, STATES, flush, publish_folder
+from .task import Prepared
+
+RUN, MODEL, BEST, RESULT = "run.json", "model", "best", "result.json"
+# what may differ between a run and its continuation, since it does not change what is learnt
+FREE = {
+    "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
+    "push_to_hub", "output", "model_name", "model_license", "data_name", "gradient_checkpointing",
+}  # fmt: skip
+SLACK = 64 * 2**20
+
+
+def check_output(options: RunOptions) -> bool:
+    """Raise if the folder must not be used; return whether the run there is finished already."""
+    output = Path(options.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {options.output!r} is a file.")
+    finished = (output / RESULT).exists()
+    if options.overwrite or not output.exists():
+        return False
+    if options.resume:
+        _check_same_run(output / RUN, options)
+        return finished
+    if finished:
+        raise ValueError(f"{output} holds a finished run. Choose another --output, or --overwrite it.")
+    if (output / RUN).exists():
+        raise ValueError(f"{output} holds an unfinished run: --resume goes on with it, --overwrite starts anew.")
+    return False
+
+
+def _check_same_run(path: Path, options: RunOptions) -> None:
+    """A run goes on with the options it began with."""
+    if not path.exists():
+        return
+    before, now = json.loads(path.read_text(encoding="utf-8")), as_document(options)
+    for name in now:
+        if name not in FREE and before.get(name) != now[name]:
+            raise ValueError(
+                f"--resume: the run in {path.parent} began with {flag(name)} {before.get(name)!r}, not {now[name]!r}. "
+                "Give the same options again, or choose another --output."
+            )
+
+
+def as_document(options: RunOptions) -> dict[str, Any]:
+    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+
+
+def open_output(options: RunOptions) -> Path:
+    """Make the folder, empty it of what --overwrite gives up, and note the options. For the main process."""
+    output = Path(options.output)
+    if options.overwrite:
+        for name in (STATES, BEST, MODEL):
+            shutil.rmtree(output / name, ignore_errors=True)
+        (output / RESULT).unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RUN).write_text(json.dumps(as_document(options), indent=2) + "\n", encoding="utf-8")
+    return output
+
+
+def check_shared(output: Path) -> None:
+    """For every process: what the main one has opened must be there."""
+    if not (output / RUN).exists():
+        raise ValueError(f"--output {output} is not the same folder on all machines; choose one that all of them see.")
+
+
+def check_space(output: Path, parameters: int, options: RunOptions) -> None:
+    """Refuse to begin what the disk cannot hold: Adam's state is twice the weights, and two states meet at a save."""
+    weights = 4 * parameters
+    models = 2 if options.keep == "best" else 1
+    needed = models * weights + (2 * 3 * weights if options.save_every else 0) + SLACK
+    there = next(folder for folder in [output.resolve(), *output.resolve().parents] if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ValueError(
+            f"--output {options.output}: this run may write {in_bytes(needed)}, but the disk has {in_bytes(free)}. "
+            "Choose another disk" + (", or leave out --save-every." if options.save_every else ".")
+        )
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--output {options.output}: {there} is not writable.")
+
+
+def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, target: Path) -> None:
+    """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        partial = target.with_name(PARTIAL + target.name)
+        shutil.rmtree(partial, ignore_errors=True)
+        with prepared.config_as_it_was():
+            accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
+        prepared.tokenizer.save_pretrained(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        publish_folder(partial, target)
+    accelerator.wait_for_everyone()
+
+
+def save_best(accelerator: Accelerator, model: nn.Module, prepared: Prepared, output: Path, step: int) -> None:
+    """Under the name of its step: the best before it stays until a state knows of this one."""
+    (output / BEST).mkdir(exist_ok=True)
+    save_model(accelerator, model, prepared, _best(output, step))
+
+
+def forget_other_bests(output: Path, step: int | None) -> None:
+    for folder in (output / BEST).glob("step-*"):
+        if step is None or folder != _best(output, step):
+            shutil.rmtree(folder)
+
+
+def keep_best(output: Path, step: int) -> None:
+    """Make the best model the one that is kept. If it is not there, a run that was killed had got this far."""
+    if _best(output, step).exists():
+        shutil.rmtree(output / MODEL, ignore_errors=True)
+        os.rename(_best(output, step), output / MODEL)
+        flush(output)
+    shutil.rmtree(output / BEST, ignore_errors=True)
+
+
+def _best(output: Path, step: int) -> Path:
+    return output / BEST / f"step-{step:08}"

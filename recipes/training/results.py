@@ -1,0 +1,98 @@
+"""The result file of a run, kind "task": what `hf-rfattn card` and comparisons are made from."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from hf_rfattn.bench.results import new_result
+from hf_rfattn.hub.documents import parse_result
+from hf_rfattn.hub.folder import checkpoint_fingerprint
+
+from .data import fingerprint
+from .loop import Loop
+from .options import RunOptions
+from .output import MODEL, as_document
+from .state import RunProgress
+from .task import Prepared
+
+PACKAGES = ("accelerate", "datasets", "evaluate", "tokenizers")
+BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", "max_gradient_norm")
+
+
+def begin_result(accelerator: Accelerator, options: RunOptions) -> dict[str, Any]:
+    """What is known when a run starts."""
+    return new_result("task", seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
+
+
+def finish_result(
+    started: Mapping[str, Any], loop: Loop, attention: Any, error: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The whole document, checked."""
+    task, prepared, accelerator, progress = loop.task, loop.prepared, loop.accelerator, loop.progress
+    options, source = task.options, prepared.source
+    document = {
+        **started,
+        "model": base_name(options),
+        "base_license": options.model_license,
+        "task": task.name,
+        "task_type": task.task_type,
+        "dataset": {
+            "name": source.name,
+            "config": source.config,
+            "split": ", ".join(prepared.evaluation),
+            "fingerprint": fingerprint(prepared.examples),
+        },
+        "attention": attention,
+        "metrics": loop.kept_metrics,
+        "budget": budget(options, prepared, loop.steps),
+        "samples_per_second": rate(progress.samples, progress),
+        "tokens_per_second": rate(progress.tokens, progress),
+        "padded_tokens_per_second": rate(progress.padded_tokens, progress),
+        "peak_memory_bytes": progress.peak_memory_bytes or None,
+        "wall_time_seconds": round(progress.wall_seconds, 3),
+        "train_seconds": round(progress.seconds, 3),
+        "processes": accelerator.num_processes,
+        "distributed": accelerator.distributed_type.value,
+        "mixed_precision": accelerator.mixed_precision,
+        "parameters": sum(p.numel() for p in prepared.model.parameters()),
+        "steps_done": progress.step,
+        "stopped_early": progress.stopped_early,
+        "kept_step": loop.kept_step,
+        "history": progress.history,
+        "attention_error": error,
+        "checkpoint": checkpoint_fingerprint(loop.output / MODEL),
+        "command": command(),
+        "options": as_document(options),
+        **prepared.facts,
+    }
+    parse_result(document)
+    return document
+
+
+def base_name(options: RunOptions) -> str:
+    """What the base model is called: a folder by its own name, never by its path."""
+    given = options.model or "from scratch"
+    return options.model_name or (Path(given).resolve().name if Path(given).is_dir() else given)
+
+
+def budget(options: RunOptions, prepared: Prepared, steps: int) -> dict[str, Any]:
+    """What runs must share to be compared; nothing in it depends on the attention."""
+    return {
+        "steps": steps,
+        "epochs": round(steps * options.batch_size / len(prepared.train), 4),
+        "train_samples": len(prepared.examples["train"]),
+        **{name: getattr(options, name) for name in BUDGET},
+        "max_length": prepared.max_length,
+    }
+
+
+def rate(count: int, progress: RunProgress) -> float | None:
+    return count / progress.seconds if count and progress.seconds > 0 else None
+
+
+def command() -> list[str]:
+    """The words of the command line, without the folder that python lies in."""
+    return ["python", *sys.argv]

@@ -1,0 +1,161 @@
+"""States of a run: all that `--resume` needs to go on as if nothing had happened, written whole or not at all.
+
+    OUTPUT/state/step-00000200/   tensors.pt       weights, buffers (among them draws of random features), optimizer
+                                  random_0.pt, …   the dice of each process
+                                  progress.json    step, evaluations so far, best so far, times
+
+A state is written under another name, flushed to the disk, and renamed; the one before is deleted after that. The
+names of parameters, not the processes, are what tensors are filed by: a state of two processes goes on with one.
+(DeepSpeed keeps files of its own, and those need the same number of processes.)
+"""
+
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+STATES, PARTIAL = "state", "partial-"
+TENSORS, PROGRESS = "tensors.pt", "progress.json"
+DEEPSPEED = "deepspeed"
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass
+class RunProgress:
+    """Where a run is.
+
+    `history`: metrics by step, with the mean loss since the evaluation before. `seconds`, `samples` and tokens are
+    those of timed training steps, over all processes; `wall_seconds` is everything.
+    """
+
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    stopped_early: bool = False
+    loss_sum: float = 0.0  # since the last evaluation
+    loss_steps: int = 0
+    seconds: float = 0.0
+    wall_seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    peak_memory_bytes: int = 0
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The entry of the best evaluation so far."""
+        return next((entry for entry in self.history if entry["step"] == self.best_step), None)
+
+
+def latest_state(output: Path) -> Path | None:
+    """The last complete state in a run's folder."""
+    return max((output / STATES).glob("step-*"), default=None)
+
+
+def save_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, progress: RunProgress, output: Path) -> Path:
+    """Write a state, make it the latest, delete the others. Every process must call this."""
+    states = output / STATES
+    target = states / f"step-{progress.step:08}"
+    if target.exists():  # the run has just gone on from it
+        return target
+    partial = states / f"{PARTIAL}{target.name}"
+    if accelerator.is_main_process:
+        for leftover in states.glob(f"{PARTIAL}*"):
+            shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.save_state(str(partial / DEEPSPEED))
+    else:
+        tensors = {
+            "model": get_model_state_dict(model, options=FULL),
+            "optimizer": get_optimizer_state_dict(model, _plain(optimizer), options=FULL),
+            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        }
+        if accelerator.is_main_process:
+            torch.save(tensors, partial / TENSORS)
+    torch.save(_dice(), partial / f"random_{accelerator.process_index}.pt")
+    if accelerator.is_main_process:
+        (partial / PROGRESS).write_text(json.dumps(asdict(progress), indent=1), encoding="utf-8")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        publish_folder(partial, target)
+        for other in states.glob("step-*"):
+            if other != target:
+                shutil.rmtree(other)
+    accelerator.wait_for_everyone()
+    return target
+
+
+def load_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state: Path) -> RunProgress:
+    """Put everything back as it was. Every process must call this."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.load_state(str(state / DEEPSPEED))
+    else:
+        if not (state / TENSORS).exists():
+            raise ValueError(f"{state} was written under DeepSpeed; go on with it under DeepSpeed.")
+        tensors = torch.load(state / TENSORS, map_location="cpu", weights_only=True)
+        set_optimizer_state_dict(model, _plain(optimizer), tensors["optimizer"], options=FULL)
+        set_model_state_dict(model, tensors["model"], options=FULL)
+        if accelerator.scaler is not None and tensors["scaler"] is not None:
+            accelerator.scaler.load_state_dict(tensors["scaler"])
+    dice = state / f"random_{accelerator.process_index}.pt"
+    if dice.exists():  # a process that was not there before keeps the dice of its seed
+        _set_dice(torch.load(dice, weights_only=False))
+    return RunProgress(**json.loads((state / PROGRESS).read_text(encoding="utf-8")))
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Give a finished folder its name, in a way that a crash leaves either nothing or all of it there."""
+    for path in [*partial.rglob("*"), partial]:
+        flush(path)
+    os.rename(partial, target)
+    flush(target.parent)
+
+
+def flush(path: Path) -> None:
+    """To the disk itself, not only to the system's memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _dice() -> dict[str, Any]:
+    """Of Python, numpy and torch, on the CPU and on this process's GPU."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def _set_dice(dice: dict[str, Any]) -> None:
+    random.setstate(dice["python"])
+    np.random.set_state(dice["numpy"])
+    torch.set_rng_state(dice["torch"])
+    if dice["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(dice["cuda"])

@@ -1,0 +1,89 @@
+"""What a recipe has to say about its task; all else is shared."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .data import Source
+from .options import RunOptions
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of an evaluation. `n`: examples it was measured on; `scale`: a perfect score, if there is one."""
+
+    value: float
+    n: int
+    scale: int | None = None
+    lower_is_better: bool = False
+
+    def better_than(self, other: "Metric") -> bool:
+        return self.value < other.value if self.lower_is_better else self.value > other.value
+
+    def to_dict(self) -> dict[str, Any]:
+        scale = {} if self.scale is None else {"scale": self.scale}
+        return {"value": self.value, "n": self.n, **scale, "lower_is_better": self.lower_is_better}
+
+
+@dataclass
+class Prepared:
+    """A task with its model and data, ready for the loop.
+
+    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint. While it is
+    trained, a model keeps no cache, which would keep the whole graph.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: Source
+    examples: Mapping[str, Dataset]
+    train: Dataset
+    evaluation: Mapping[str, Dataset]
+    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    max_length: int
+    facts: dict[str, Any] = field(default_factory=dict)  # for the result file
+
+    def __post_init__(self) -> None:
+        self._use_cache = getattr(self.model.config, "use_cache", None)
+        if self._use_cache:
+            self.model.config.use_cache = False
+
+    @contextmanager
+    def config_as_it_was(self) -> Iterator[None]:
+        """To save the model with."""
+        if self._use_cache:
+            self.model.config.use_cache = True
+        yield
+        if self._use_cache:
+            self.model.config.use_cache = False
+
+
+class Task(ABC, Generic[Options]):
+    """One task. `main_metric`: what the best model is the best of."""
+
+    name: str
+    task_type: str  # as the Hub calls it
+    main_metric: str
+
+    def __init__(self, options: Options):
+        self.options = options
+
+    @abstractmethod
+    def prepare(self) -> Prepared:
+        """Load and check everything. What the user got wrong is a ValueError."""
+
+    @abstractmethod
+    def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What evaluation keeps of one batch, a row an example; rows of all batches must fit together."""
+
+    @abstractmethod
+    def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """Metrics of a split from the rows of `predict`, in the order of the data. Runs on the main process alone."""

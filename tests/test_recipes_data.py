@@ -1,0 +1,189 @@
+"""Data from folders and from `sample`, what is checked in it, and the order in which training sees it."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from training import sample
+from training.batches import PadBatch, ShareOfBatches, TrainingOrder
+from training.data import Source, check_labels, check_scores, find_source, fingerprint, load_split, take
+from training.language import split_blocks, split_windows
+
+ROWS = [{"sentence": f"word {i}", "label": i % 2, "idx": i} for i in range(10)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def source(folder):
+    return find_source(str(folder), "nyu-mll/glue", "sst2", "sst2", None)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl", "csv"])
+def test_a_folder_of_files(tmp_path, kind):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    if kind == "parquet":
+        for part in range(2):
+            Dataset.from_list(ROWS[5 * part : 5 * part + 5]).to_parquet(folder / f"train-0000{part}-of-00002.parquet")
+    elif kind == "csv":
+        Dataset.from_list(ROWS).to_csv(folder / "train.csv", index=False)
+    else:
+        (folder / f"train.{kind}").write_text("\n".join(map(json.dumps, ROWS)))
+    found = load_split(source(folder), "train", ["sentence", "label"])
+    assert found[:] == {"sentence": [r["sentence"] for r in ROWS], "label": [r["label"] for r in ROWS]}
+    assert source(folder).name == "mine"
+
+
+def test_what_is_wrong_with_a_folder(tmp_path):
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"no file for the split 'validation' .* it has train\.parquet"):
+        load_split(source(tmp_path), "validation", ["sentence"])
+    with pytest.raises(ValueError, match="has no column 'premise'; it has sentence, label, idx"):
+        load_split(source(tmp_path), "train", ["premise", "label"])
+    (tmp_path / "validation.parquet").write_bytes(b"PAR1 this is no parquet")
+    with pytest.raises(ValueError, match=r"validation\.parquet cannot be read"):
+        load_split(source(tmp_path), "validation", ["sentence"])
+    (tmp_path / "test.json").write_text('{"sentence": "a"')
+    with pytest.raises(ValueError, match=r"test\.json cannot be read"):
+        load_split(source(tmp_path), "test", ["sentence"])
+    (tmp_path / "train.csv").write_text("sentence,label\n")
+    with pytest.raises(ValueError, match="several formats"):
+        load_split(source(tmp_path), "train", ["sentence"])
+
+
+def test_what_data_means():
+    assert find_source(None, "nyu-mll/glue", "rte", "rte", None).hub_name == "nyu-mll/glue"
+    other = find_source("me/mine", "nyu-mll/glue", "rte", "rte", "called so")
+    assert (other.hub_name, other.config, other.name) == ("me/mine", "rte", "called so")
+    with pytest.raises(ValueError, match="neither a folder, nor a name on the Hub"):
+        find_source("./nowhere", "nyu-mll/glue", "rte", "rte", None)
+    with pytest.raises(ValueError, match=r"cannot be had from the Hub.*--data sample"):
+        load_split(find_source("me/mine", "a/b", None, "rte", None), "train", ["label"])
+
+
+def test_labels_and_scores_are_checked():
+    with pytest.raises(ValueError, match="example 3 has the label 3; this task has the labels 0 to 2"):
+        check_labels(Dataset.from_dict({"label": [0, 1, 2, 3]}), 3, "here")
+    with pytest.raises(ValueError, match="has the label -1"):
+        check_labels(Dataset.from_dict({"label": [-1]}), 3, "here")
+    with pytest.raises(ValueError, match="has the label None"):
+        check_labels(Dataset.from_dict({"label": [1, None]}), 3, "here")
+    with pytest.raises(ValueError, match=r"has the score 5\.5; scores go from 0 to 5"):
+        check_scores(Dataset.from_dict({"label": [0.0, 5.5]}), 0, 5, "here")
+
+
+def test_subsets_and_fingerprints():
+    whole = Dataset.from_list(ROWS)
+    part = take(whole, 4)
+    assert len(part) == 4 and take(whole, 4)[:] == part[:] and take(whole, 99) is whole
+    assert fingerprint({"train": whole}) == fingerprint({"train": Dataset.from_list(ROWS)})
+    assert (
+        len({fingerprint({"train": d}) for d in (whole, part, whole.remove_columns("idx"), whole.select([1, 0]))}) == 4
+    )
+
+
+@pytest.mark.parametrize("schema", sample.CLASSIFICATION)
+def test_the_sample_hides_its_labels_from_bags_of_words(schema):
+    """Every example has equally many words of each kind, and every place and label is equally likely."""
+    rows = sample.make(schema, "train")
+    words_column, place_column, kinds = sample.CLASSIFICATION[schema]
+    kind_of = {word: k for k, words in enumerate(sample.KINDS) for word in words}
+    for row in rows[:300]:
+        words = row[words_column].split()
+        place = sample.PLACES.index(row[place_column] if place_column else words[0])
+        words = words if place_column else words[2:]
+        assert set(Counter(kind_of[w] for w in words).values()) == {len(words) // (kinds or 2)}
+        assert row["label"] == kind_of[words[place]] * (5.0 if schema == "stsb" else 1)
+    shares = Counter(row["label"] for row in rows)
+    assert max(shares.values()) < 1.1 * min(shares.values())
+    validation = {str({**r, "idx": 0}) for r in sample.make(schema, "validation")}
+    assert len(validation & {str({**r, "idx": 0}) for r in rows}) < len(validation) / 2
+
+
+def test_the_sample_questions_have_answers_where_they_say():
+    for schema in ("squad", "squad_v2"):
+        rows = sample.make(schema, "validation")
+        for row in rows:
+            for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
+                assert row["context"][start:].startswith(text)
+                assert row["context"].split()[sample.PLACES.index(row["question"])] == text
+        empty = sum(not row["answers"]["text"] for row in rows)
+        assert empty == 0 if schema == "squad" else 0.2 < empty / len(rows) < 0.5
+    with pytest.raises(ValueError, match="no split 'dev'"):
+        sample.make("squad", "dev")
+    with pytest.raises(ValueError, match="no schema 'cnn'"):
+        sample.make("cnn", "train")
+    assert load_split(Source("sample", "", None, "wikitext"), "test", ["text"])[0]["text"].endswith(".\n")
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(10, 4), (3, 8), (16, 4)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_order_of_training(size, batch_size, grouped):
+    lengths = [(7 * i) % 5 for i in range(size)] if grouped else None
+    order = TrainingOrder(size, batch_size, seed=1, lengths=lengths)
+    stream = list(itertools.chain(*itertools.islice(order.batches(0), max(3 * size, 12))))
+    for epoch in range(3):
+        assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert stream[:size] != stream[size : 2 * size] or size == 3
+    for step in (1, 2, 5, 11):
+        assert next(order.batches(step)) == stream[step * batch_size : (step + 1) * batch_size]
+    assert list(TrainingOrder(100, 4, seed=2).epoch(0)) != list(TrainingOrder(100, 4, seed=1).epoch(0))
+
+
+def test_grouping_by_length_pads_less():
+    lengths = [1 + (37 * i) % 101 for i in range(640)]
+
+    def padded(order):
+        return sum(max(lengths[i] for i in b) * len(b) for b in itertools.islice(order.batches(0), 40))
+
+    assert padded(TrainingOrder(640, 16, 0, lengths)) < 0.7 * padded(TrainingOrder(640, 16, 0))
+
+
+@pytest.mark.parametrize(("processes", "passes"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+def test_processes_share_each_batch(processes, passes):
+    order = TrainingOrder(50, 8, seed=0)
+    shares = [list(ShareOfBatches(order, 3, 9, rank, processes, passes)) for rank in range(processes)]
+    assert all(len(share) == 6 * passes for share in shares)
+    for step, batch in zip(range(6), order.batches(3), strict=False):
+        pieces = [piece for share in shares for piece in share[step * passes : (step + 1) * passes]]
+        assert sorted(itertools.chain(*pieces)) == sorted(batch)
+        assert {len(piece) for piece in pieces} == {8 // processes // passes}
+    with pytest.raises(ValueError, match="must be a multiple of 3"):
+        ShareOfBatches(order, 0, 1, 0, 3, 1)
+
+
+def test_padding():
+    rows = [{"input_ids": [5, 6, 7], "labels": 1, "length": 3}, {"input_ids": [8], "labels": 0, "length": 1}]
+    for row in rows:
+        row["attention_mask"] = [1] * row["length"]
+    right = PadBatch({"input_ids": 9, "attention_mask": 0})(rows)
+    assert right["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]] and right["labels"].tolist() == [1, 0]
+    assert right["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]] and set(right) == {
+        "input_ids",
+        "attention_mask",
+        "labels",
+    }
+    left = PadBatch({"input_ids": 9, "attention_mask": 0}, "left", positions=True)(rows)
+    assert left["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
+    assert left["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(("length", "stride"), [(8, 7), (8, 3), (64, 63), (5, 1)])
+def test_every_token_counts_once(length, stride):
+    tokens = np.arange(50)
+    seen = []
+    for row in split_windows(tokens, length, stride):
+        assert len(row["input_ids"]) == len(row["labels"]) <= length
+        seen += [label for label in row["labels"][1:] if label != -100]  # the first is what the model is given
+    assert seen == list(range(1, 50))
+    with pytest.raises(ValueError, match="less than one block of 64"):
+        split_blocks(tokens, 64)
+    blocks = split_blocks(tokens, 8)
+    assert torch.tensor(blocks["input_ids"][:]).flatten().tolist() == list(range(48))

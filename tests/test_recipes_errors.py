@@ -1,0 +1,173 @@
+"""What a user can get wrong is told at once, before training, in one line and with exit code 2."""
+
+import collections
+import errno
+import shutil
+import types
+
+import finetune_glue
+import finetune_lm
+import finetune_snli
+import finetune_squad
+import pytest
+import torch
+import training.loop
+from datasets import Dataset
+from loopback_hub import LoopbackHub
+from recipe_models import environment, make_bert, run_apart, run_here
+from training import sample
+from training.options import RunOptions
+
+SNLI = (finetune_snli.SnliTask, RunOptions)
+SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
+QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 4, "batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+def refused(capsys, recipe, output, **fields):
+    """What is said, in one line; nothing was written and no step was made."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(training.loop.Loop, "_step", lambda self, batches: pytest.fail("it trained"))
+        run_here(*recipe, output=str(output), **fields)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    assert not (output / "run.json").exists()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_length": 65}, "--max-length 65 is more than the 64 positions of this model. Choose at most 64, or give "
+         "the model more first: hf_rfattn.extend_positions(model, 65)"),
+        ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
+        ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
+        ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be a whole number"),
+        ({"attention": "favor+", "layers": "0-7"}, "There is no layer 2; this model has layers 0-1"),
+        ({"attention": "favor+", "redraw_every": 2, "attention_options": ["redraw_interval=3"]}, "both redraw"),
+        ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
+        ({"model": "./nowhere"}, "--model: there is no folder './nowhere'"),
+        ({"model": None}, "--model is missing"),
+        ({"tokenizer": "./nowhere"}, "'./nowhere' has no tokenizer that can be read"),
+        ({"data": "./nowhere"}, "neither a folder, nor a name on the Hub"),
+        ({"eval_split": "dev"}, "sample has no split 'dev'"),
+        ({"accumulate": 3}, "--batch-size 8 cannot be shared by 1 processes in 3 passes"),
+        ({"mixed_precision": "fp16"}, "--mixed-precision fp16 needs a GPU"),
+        ({"report_to": "wandb"}, "--report-to wandb: it is not installed"),
+        ({"push_to_hub": "me/tiny", "attention": "favor+"}, "needs a token of the Hub"),
+        ({"push_to_hub": "tiny", "attention": "favor+"}, "does not say whose it is"),
+    ],
+)  # fmt: skip
+def test_told_before_training(bert, tmp_path, capsys, monkeypatch, fields, message):
+    monkeypatch.setattr("training.run.get_token", lambda: None)
+    monkeypatch.setattr(
+        "training.run.importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda _: None))
+    )
+    assert message in refused(capsys, SNLI, tmp_path / "out", **{"model": bert, **QUICK, **fields})
+
+
+def test_labels_outside_the_range(bert, tmp_path, capsys):
+    rows = sample.make("snli", "validation")[:20]
+    Dataset.from_list(rows).to_parquet(tmp_path / "validation.parquet")
+    Dataset.from_list([*rows, {**rows[0], "label": 3}]).to_parquet(tmp_path / "train.parquet")
+    fields = {"model": bert, **QUICK, "data": str(tmp_path)}
+    said = refused(capsys, SNLI, tmp_path / "out", **fields)
+    assert "split 'train': example 20 has the label 3; this task has the labels 0 to 2" in said
+    rows = sample.make("squad", "validation")[:20]
+    Dataset.from_list(rows).to_parquet(tmp_path / "validation.parquet")
+    rows[3]["answers"] = {"text": ["gold"], "answer_start": [10**6]}
+    Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    said = refused(capsys, SQUAD, tmp_path / "out", **{**fields, "max_length": 64, "stride": 8})
+    assert "question 'sample-3': the answer 'gold' is not at character 1000000" in said
+    rows[3]["answers"] = {"text": [], "answer_start": []}
+    Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    said = refused(capsys, SQUAD, tmp_path / "out", **{**fields, "max_length": 64, "stride": 8})
+    assert "has no answer, which only --version 2 knows of" in said
+
+
+def test_pairs_without_a_gold_label_are_left_out(bert, tmp_path):
+    rows = sample.make("snli", "validation")[:40]
+    for row in rows[::4]:
+        row["label"] = -1
+    for split in ("train", "validation"):
+        Dataset.from_list(rows).to_parquet(tmp_path / f"{split}.parquet")
+    fields = {**QUICK, "data": str(tmp_path), "max_eval_samples": None, "max_train_samples": None}
+    result = run_here(*SNLI, model=bert, output=str(tmp_path / "out"), **fields)
+    assert result["metrics"]["accuracy"]["n"] == 30 and result["budget"]["train_samples"] == 30
+
+
+def test_other_recipes(bert, tmp_path, capsys):
+    said = refused(capsys, SQUAD, tmp_path / "out", model=bert, max_length=40, stride=30, **QUICK)
+    assert "--stride 30 leaves windows of 40 tokens no room" in said
+    language = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
+    (tmp_path / "wrong.json").write_text('{"model_type": "gpt9"}')
+    scratch = {"from_scratch": str(tmp_path / "wrong.json"), "vocab_size": 300, "output": str(tmp_path / "out")}
+    with pytest.raises(SystemExit):
+        run_here(*language, **scratch, **QUICK)
+    assert "gpt9" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_here(*language, **{**scratch, "vocab_size": 100}, **QUICK)
+    assert "256 bytes" in capsys.readouterr().err
+    glue = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.parquet").write_bytes(b"nonsense")
+    said = refused(capsys, glue, tmp_path / "out", **{"model": bert, **QUICK, "data": str(tmp_path / "mine")})
+    assert "train.parquet cannot be read" in said
+
+
+def test_the_disk_is_full(bert, tmp_path, capsys, monkeypatch):
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**26 + 2**18))
+    said = refused(capsys, SNLI, tmp_path / "out", model=bert, save_every=2, **QUICK)
+    assert "this run may write" in said and "or leave out --save-every" in said
+
+
+def test_the_disk_fills_up_later(bert, tmp_path, monkeypatch):
+    """The state before stays whole, and the run goes on from it."""
+    save, calls = torch.save, []
+
+    def full(thing, path):
+        calls.append(path)
+        if len(calls) > 2:  # the second state; the dice are saved as well
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(thing, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    fields = {"model": bert, "save_every": 1, **QUICK}
+    with pytest.raises(SystemExit) as stop:
+        run_here(*SNLI, output=str(tmp_path), **fields)
+    assert "the disk of" in stop.value.code and "--resume" in stop.value.code
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-00000001"]
+    monkeypatch.setattr(torch, "save", save)
+    assert run_here(*SNLI, output=str(tmp_path), resume=True, **fields)["steps_done"] == 4
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path):
+    done = run_apart("finetune_snli.py", "--modle", "x", check=False)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.strip() == (
+        "finetune_snli.py: Unknown option '--modle' (did you mean --model?). --help explains every option."
+    )
+
+
+@pytest.mark.slow
+def test_push_to_hub(bert, tmp_path, monkeypatch):
+    """With the real client, to a Hub on loopback."""
+    token = "hf_" + "aB3" * 11
+    with LoopbackHub({token: "me"}) as hub:
+        home = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
+        monkeypatch.setattr("recipe_models.environment", lambda: environment() | home | {"HF_HUB_DISABLE_XET": "1"})
+        arguments = [f"--{name}={value}" for name, value in QUICK.items()]
+        done = run_apart(
+            "finetune_snli.py", "--model", bert, "--attention", "favor+", *arguments,
+            "--push-to-hub", "me/tiny", "--output", tmp_path / "out",
+        )  # fmt: skip
+        assert "Published:" in done.stderr
+        sent = hub.repos["me/tiny"].files()
+        assert {"config.json", "README.md", "results/snli.json", "model.safetensors"} <= set(sent)

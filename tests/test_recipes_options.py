@@ -1,0 +1,89 @@
+"""The fields of a run: the command line, files, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+from finetune_glue import GlueOptions
+from finetune_lm import LanguageOptions
+from finetune_squad import SquadOptions
+from training.options import RunOptions, flag, parse_options
+
+
+@pytest.mark.parametrize("options", [RunOptions, GlueOptions, SquadOptions, LanguageOptions])
+def test_help_explains_every_field(options, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_options(options, ["--help"], "What it is for.")
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(options):
+        assert flag(field.name) in shown and len(field.metadata["help"]) > 10
+
+
+def test_the_command_line_of_the_readme():
+    line = "--model google-bert/bert-base-uncased --task sst2 --attention favor+ --attention-options num_features=128"
+    options = parse_options(GlueOptions, line.split())
+    assert options.mechanism() == {"mechanism": "favor+", "num_features": 128}
+    assert (options.task, options.batch_size, options.resume) == ("sst2", 32, False)
+
+
+def test_a_file_says_the_same(tmp_path):
+    line = '--model m --task mrpc --attention fmm --attention-options bandwidth=16 far=["elu"] --seed 3 --warmup 10'
+    expected = parse_options(GlueOptions, [*line.split(), "--resume"])
+    fields = {
+        "model": "m", "task": "mrpc", "attention": "fmm", "attention-options": {"bandwidth": 16, "far": ["elu"]},
+        "seed": 3, "resume": True, "warmup": 10, "overwrite": False, "layers": None,
+    }  # fmt: skip
+    for name, text in (("run.json", json.dumps(fields)), ("run.yaml", json.dumps(fields, indent=1))):
+        (tmp_path / name).write_text(text)
+        parsed = parse_options(GlueOptions, [str(tmp_path / name)])
+        assert parsed.mechanism() == expected.mechanism()
+        assert dataclasses.replace(parsed, attention_options=[]) == dataclasses.replace(expected, attention_options=[])
+    (tmp_path / "run.yaml").write_text("model: m\nseed: 3\nepochs: 2.5\nlearning_rate: 1e-4\n")
+    parsed = parse_options(RunOptions, [str(tmp_path / "run.yaml"), "--seed", "4"])
+    assert (parsed.seed, parsed.epochs, parsed.learning_rate) == (4, 2.5, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning-rat", "1"], "did you mean --learning-rate"),
+        (["--batch-size", "many"], "invalid int value"),
+        (["--scheduler", "triangle"], "invalid choice"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+        (["--learning-rate", "-1"], "--learning-rate must be above 0"),
+        (["--weight-decay", "-1"], "--weight-decay must not be negative"),
+        (["--resume", "--overwrite"], "give one of them"),
+        (["--attention", "softmax", "--layers", "0"], "--layers belongs to a mechanism"),
+        (["--attention-options", "a=1"], "--attention-options needs --attention"),
+        (["--attention", "softmax", "--push-to-hub", "me/x"], "publishes patched models"),
+        (["nowhere.yaml"], "There is no file 'nowhere.yaml'"),
+    ],
+)
+def test_what_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse_options(RunOptions, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning-rte: 1", r"unknown field 'learning-rte' \(did you mean --learning-rate\?\); known: model, "),
+        ("- a", "must hold fields"),
+        ("{", "neither YAML nor JSON"),
+        ("seed: x", "invalid int value"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, text, message):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse_options(RunOptions, [str(tmp_path / "run.yaml")])
+
+
+def test_attention_options_are_checked():
+    for given, message in ((["a"], "write NAME=VALUE"), (["a=1", "a=2"], "'a' twice")):
+        with pytest.raises(ValueError, match=message):
+            RunOptions(model="m", attention="favor+", attention_options=given).mechanism()
+    assert RunOptions(model="m", early_stop=2).keep == "best"
+    with pytest.raises(ValueError, match="one of them"):
+        LanguageOptions()

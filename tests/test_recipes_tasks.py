@@ -1,0 +1,222 @@
+"""Every recipe from its options to its result file, on `sample` data and tiny models."""
+
+import json
+from pathlib import Path
+
+import finetune_glue
+import finetune_lm
+import finetune_snli
+import finetune_squad
+import pytest
+import torch
+import transformers
+from recipe_models import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_here, tokenizer
+
+import hf_rfattn
+from hf_rfattn.hub.cards import make_card
+from hf_rfattn.hub.documents import parse_result
+from hf_rfattn.hub.folder import checkpoint_fingerprint
+
+GLUE = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
+SNLI = (finetune_snli.SnliTask, finetune_snli.RunOptions)
+SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
+LANGUAGE = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
+QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 3, "batch_size": 8}
+LEARN = {
+    "data": "sample", "learning_rate": 1e-3, "warmup": 50, "scheduler": "constant", "weight_decay": 0.0,
+    "evaluate_every": 1000, "max_eval_samples": 200,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return make_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.mark.parametrize("task", finetune_glue.TASKS)
+def test_glue(bert, tmp_path, task):
+    result = run_here(*GLUE, model=bert, task=task, attention="favor+", output=str(tmp_path), **QUICK)
+    parse_result(result)
+    expected = {
+        "cola": {"matthews_correlation"},
+        "stsb": {"pearson", "spearmanr"},
+        "mrpc": {"accuracy", "f1"},
+        "qqp": {"accuracy", "f1"},
+        "mnli": {"accuracy", "accuracy_mismatched"},
+    }
+    assert set(result["metrics"]) == expected.get(task, {"accuracy"})
+    assert all(metric["n"] == 37 for metric in result["metrics"].values())
+    assert result["dataset"]["split"].count(",") == (task == "mnli")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert model.config.num_labels == {"stsb": 1, "mnli": 3}.get(task, 2)
+
+
+def test_the_result_file(bert, tmp_path):
+    """All that the issue wants recorded, and a card can be made of it."""
+    options = {"attention": "fmm", "attention_options": ["bandwidth=4"], "layers": "1", "seed": 5}
+    result = run_here(*SNLI, model=bert, output=str(tmp_path), **options, **{**QUICK, "max_steps": 6})
+    assert result == json.loads((tmp_path / "result.json").read_text())
+    assert result["model"] == Path(bert).name and result["seed"] == 5
+    assert result["attention"]["layers"]["1"]["bandwidth"] == 4
+    assert result["budget"]["steps"] == 6 and result["budget"]["epochs"] == 0.75
+    assert result["processes"] == 1 and result["hardware"]["cpu"] and result["git"].keys() == {"commit", "changed"}
+    assert result["versions"]["accelerate"] and result["versions"]["evaluate"]
+    for name in ("samples_per_second", "tokens_per_second", "padded_tokens_per_second", "peak_memory_bytes"):
+        assert result[name] > 0
+    assert 0 < result["train_seconds"] < result["wall_time_seconds"]
+    # sample pairs have 10 tokens each: nothing is padded
+    assert result["tokens_per_second"] == pytest.approx(10 * result["samples_per_second"])
+    assert (
+        len(result["attention_error"]["before"]["overall"]) == len(result["attention_error"]["after"]["average"]) == 1
+    )
+    assert result["checkpoint"] == checkpoint_fingerprint(tmp_path / "model")
+    card = make_card(tmp_path / "model")
+    assert card.evaluations[0].metric_value == result["metrics"]["accuracy"]["value"]
+    assert (tmp_path / "model" / "README.md").exists()
+
+
+def test_attention_as_it_is_or_softmax(bert, tmp_path):
+    """A patched checkpoint stays patched unless told otherwise."""
+    run_here(*SNLI, model=bert, attention="hedgehog", output=str(tmp_path / "a"), **QUICK)
+    patched = str(tmp_path / "a" / "model")
+    again = run_here(*SNLI, model=patched, mechanism_learning_rate=1e-2, output=str(tmp_path / "b"), **QUICK)
+    assert again["attention"] == {"mechanism": "hedgehog"}
+    plain = run_here(*SNLI, model=patched, attention="softmax", output=str(tmp_path / "c"), **QUICK)
+    assert plain["attention"] == "softmax" and plain["attention_error"] is None
+    assert not (tmp_path / "c" / "model" / "README.md").exists()
+
+
+@pytest.mark.parametrize("version", ["1.1", "2"])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_squad(request, tmp_path, family, version):
+    model = request.getfixturevalue(family)
+    result = run_here(
+        *SQUAD, model=model, version=version, attention="favor+", stride=4, max_length=20, output=str(tmp_path), **QUICK
+    )
+    parse_result(result)
+    assert {"exact_match", "f1"} <= set(result["metrics"])
+    assert result["metrics"]["f1"]["n"] == 37 and result["metrics"]["f1"]["scale"] == 100
+    assert ("best_f1" in result["metrics"]) == (version == "2")
+    assert result["windows"]["train"] >= 64
+
+
+def test_language_from_scratch_and_on(tmp_path):
+    """A small GPT-2 with a tokenizer of its own is pretrained, then patched and trained on."""
+    (tmp_path / "tiny.json").write_text(json.dumps({"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 64}))
+    quick = {**QUICK, "max_train_samples": 300, "max_length": 32}
+    scratch = {"from_scratch": str(tmp_path / "tiny.json"), "vocab_size": 300}
+    first = run_here(*LANGUAGE, **scratch, output=str(tmp_path / "a"), **quick)
+    assert first["model"] == "tiny from scratch" and first["attention"] == "softmax"
+    second = run_here(
+        *LANGUAGE,
+        model=str(tmp_path / "a" / "model"),
+        attention="favor+",
+        eval_stride=5,
+        output=str(tmp_path / "b"),
+        **quick,
+    )
+    assert second["attention"]["mechanism"] == "favor+"
+    assert set(second["metrics"]) == {"perplexity", "loss", "bits_per_byte"}
+    assert second["metrics"]["perplexity"]["lower_is_better"]
+    assert (
+        second["metrics"]["perplexity"]["n"] == first["metrics"]["perplexity"]["n"]
+    )  # the stride changes only context
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "b" / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "model")
+    text = words(" bread water", return_tensors="pt")
+    assert len(words) <= 300 and model.generate(**text, max_new_tokens=3).shape[1] > text["input_ids"].shape[1]
+
+
+def test_perplexity_is_that_of_the_model(gpt2, tmp_path):
+    """Against the model's own loss on the text as one piece."""
+    options = {**QUICK, "max_eval_samples": 3, "max_steps": 1, "max_length": 64}
+    result = run_here(*LANGUAGE, model=gpt2, output=str(tmp_path), **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    words = transformers.AutoTokenizer.from_pretrained(gpt2)
+    from training import sample
+
+    text = "".join(row["text"] for row in sample.make("wikitext", "validation")[:3])
+    ids = words(text, return_tensors="pt")["input_ids"]
+    assert ids.shape[1] <= 64
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert result["metrics"]["loss"]["value"] == pytest.approx(loss, rel=1e-5)
+    bits = loss * (ids.shape[1] - 1) / torch.log(torch.tensor(2.0)).item() / len(text.encode())
+    assert result["metrics"]["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
+
+
+def roberta(folder):
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(
+        vocab_size=4 + len(WORDS),
+        intermediate_size=48,
+        max_position_embeddings=40,
+        pad_token_id=0,
+        **SHAPE,
+        **NO_DROPOUT,
+    )
+    transformers.RobertaModel(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "roberta"])
+@pytest.mark.parametrize("attention", ["softmax", "favor+"])
+def test_padding_changes_nothing(family, attention, tmp_path):
+    """Left or right, alone or beside longer texts: the same scores. GPT-2 has no padding token of its own."""
+    folder = {"bert": make_bert, "gpt2": make_gpt2, "roberta": roberta}[family](tmp_path / "model")
+    logits = {}
+    for side in ("right", "left"):
+        words = transformers.AutoTokenizer.from_pretrained(folder)
+        words.padding_side = side
+        words.save_pretrained(tmp_path / side)
+        task = finetune_glue.GlueTask(
+            finetune_glue.GlueOptions(
+                model=folder, tokenizer=str(tmp_path / side), task="sst2", data="sample", max_eval_samples=4
+            )
+        )
+        torch.manual_seed(0)
+        prepared = task.prepare()
+        if attention != "softmax":
+            hf_rfattn.patch_model(prepared.model, attention)
+        model = prepared.model.eval()
+        rows = [prepared.evaluation["validation"][i] for i in range(4)]
+        short = {k: v[:5] if isinstance(v, list) else v for k, v in rows[0].items()}
+        with torch.no_grad():
+            together = prepared.collate([short, *rows[1:]])
+            logits[side] = model(**together).logits
+            alone = model(**prepared.collate([short])).logits
+        assert together["attention_mask"][0].sum() == 5
+        torch.testing.assert_close(logits[side][:1], alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits["left"], logits["right"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["classification", "answers", "language"])
+def test_sample_needs_attention(kind, bert, gpt2, tmp_path):
+    """The same model, budget and data: softmax solves it, plain averaging does not get far from guessing."""
+    recipe, fields, metric = {
+        "classification": (SNLI, {"model": bert, "max_steps": 500}, "accuracy"),
+        "answers": (SQUAD, {"model": bert, "max_steps": 400, "stride": 4, "max_length": 32}, "exact_match"),
+        "language": (
+            LANGUAGE,
+            {"model": gpt2, "max_steps": 200, "max_length": 48, "learning_rate": 4e-3},
+            "perplexity",
+        ),
+    }[kind]
+    found = {
+        attention: run_here(*recipe, attention=attention, output=str(tmp_path / attention), **{**LEARN, **fields})
+        for attention in ("softmax", "average")
+    }
+    softmax, average = (found[name]["metrics"][metric]["value"] for name in ("softmax", "average"))
+    if kind == "language":
+        assert softmax < 0.65 * average
+    else:
+        guess = {"classification": 1 / 3, "answers": 25.0}[kind]
+        assert softmax > 0.95 * found["softmax"]["metrics"][metric]["scale"]
+        assert average < 1.3 * guess
