@@ -1,10 +1,11 @@
 """Runs a recipe and writes down what each process had: `LAUNCHER tests/recipe_ranks.py recipes/finetune_snli.py ...`
 
-In the folder RECORD: gradients.pt, the whole gradients of the first step; rank-N.pt, the buffers of process N at the end.
-With STOP_AT the run breaks off before that step, as if interrupted.
+In the folder RECORD: gradients.pt, the whole gradients of the first step; rank-N.pt, the buffers of process N at the
+end. With STOP_AT the run breaks off before that step, as if interrupted.
 
 It also lets FSDP2 run on CPU processes. accelerate 1.15 takes the FSDP plugin for GPUs only; all that comes after
-(preparing, sharding, clipping, gathering weights) runs on gloo as well, so that one condition is lifted and nothing else.
+(preparing, sharding, clipping, gathering weights) runs on gloo as well, so that one condition is lifted and nothing
+else.
 """
 
 import os

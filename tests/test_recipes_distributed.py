@@ -1,4 +1,4 @@
-"""Several processes give what one gives: DDP, FSDP2, two machines; and their states go on with another number of them."""
+"""Several processes give what one gives: DDP, FSDP2, two machines. Their states go on with another number of them."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from recipe_models import ROOT, environment, make_bert, run_apart
+from recipe_models import ROOT, environment, make_bert, make_gpt2
 from recipe_zygote import Zygote, free_port
 from safetensors.torch import load_file
 
@@ -108,26 +108,17 @@ def test_ddp_with_parameters_of_mechanisms(zygote, bert, tmp_path, attention):
 @pytest.mark.slow
 def test_language_on_two_processes(zygote, tmp_path):
     """Tied weights, perplexity of uneven windows, a tokenizer that one process trains and both read."""
-    (tmp_path / "tiny.json").write_text(json.dumps({"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64}))
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    (tmp_path / "tiny.json").write_text(json.dumps({**shape, **dropout}))
     scratch = ["--from-scratch", tmp_path / "tiny.json", "--vocab-size", 300, "--max-length", 32]
     for processes in (1, 2):
         output = tmp_path / str(processes)
         output.mkdir()
-        start(zygote, output, LANGUAGE, *scratch, *OPTIONS, processes=processes, DROPOUT="0").wait(check=True)
-    one, two = (result(tmp_path / name)["metrics"] for name in ("1", "2"))
-    assert one["perplexity"]["n"] == two["perplexity"]["n"]
-    assert [entry["step"] for entry in result(tmp_path / "2")["history"]][-1] == 8
-
-
-@pytest.mark.slow
-def test_torchrun(bert, single, zygote, tmp_path):
-    """Started by torchrun itself, as a user would: the very bits of processes that the tests have started."""
-    start(zygote, tmp_path, SNLI, "--model", bert, *OPTIONS, *FAVOR, processes=2).wait(check=True)
-    other = tmp_path / "torchrun"
-    other.mkdir()
-    run_apart("finetune_snli.py", "--model", bert, *OPTIONS, *FAVOR, "--output", other / "run", processes=2)
-    ours, theirs = weights(tmp_path), weights(other)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        start(zygote, output, LANGUAGE, *scratch, *OPTIONS, *FAVOR, processes=processes).wait(check=True)
+    close(weights(tmp_path / "2"), weights(tmp_path / "1"))
+    one, two = (result(tmp_path / name)["metrics"]["perplexity"] for name in ("1", "2"))
+    assert one["n"] == two["n"] and one["value"] == pytest.approx(two["value"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -139,28 +130,43 @@ def test_a_state_of_two_processes_goes_on_with_one(zygote, bert, single, tmp_pat
     agree(tmp_path, single, processes=1)
 
 
+def fsdp_variables():
+    """What `accelerate launch` makes of the config file."""
+    config = load_config_from_file(str(CONFIGS / "fsdp2.yaml")).fsdp_config
+    return {"ACCELERATE_USE_FSDP": "true", **{key.upper(): str(value) for key, value in config.items()}}
+
+
 @pytest.mark.slow
-def test_fsdp2(zygote, bert, single, tmp_path):
-    """By the config file, in shards on two CPU processes; then its state goes on with one process in one piece."""
+def test_fsdp2(bert, single, tmp_path):
+    """By its config file, in shards on two CPU processes."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / "fsdp2.yaml"]
     launch += ["--num_processes", 2, "--mixed_precision", "no", "--main_process_port", free_port(), RANKS, SNLI]
-    line = ["--model", bert, *OPTIONS, *FAVOR]
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
-    for folder, changes in ((whole, {}), (torn, {"STOP_AT": "5"})):
-        folder.mkdir()
-        arguments = [*line, "--save-every", 2, "--output", folder / "run"]
-        done = subprocess.run(
-            list(map(str, [*launch, *arguments])), env={**environment(), "RECORD": str(folder), **changes},
-            capture_output=True, text=True, timeout=170,
-        )  # fmt: skip
-        assert bool(done.returncode) == bool(changes), done.stderr[-3000:]
-    assert result(whole)["distributed"] == "FSDP"
-    agree(whole, single)
-    config = json.loads((whole / "run" / "model" / "config.json").read_text())
+    command = [*launch, "--model", bert, *OPTIONS, *FAVOR, "--save-every", 3, "--output", tmp_path / "run"]
+    variables = {**environment(), "RECORD": str(tmp_path)}
+    done = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    agree(tmp_path, single)
+    assert result(tmp_path)["distributed"] == "FSDP"
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"] and "rfattn" in config
-    assert (torn / "run" / "state" / "step-00000004").exists()
-    start(zygote, torn, SNLI, *line, "--save-every", 2, "--resume").wait(check=True)
-    agree(torn, single, processes=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "one"), ("one", "fsdp")])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_shards_and_whole_models_share_states(zygote, tmp_path, family, before, after):
+    """A state of FSDP2 goes on with one plain process, and the other way round. GPT-2 ties two of its weights."""
+    model = {"bert": make_bert, "gpt2": make_gpt2}[family](tmp_path / "model")
+    line = [SNLI] if family == "bert" else [LANGUAGE, "--max-length", 32]
+    line += ["--model", model, *OPTIONS, *FAVOR]
+    how = {"fsdp": {"processes": 2, **fsdp_variables()}, "one": {}}
+    (tmp_path / "alone").mkdir()
+    start(zygote, tmp_path / "alone", *line).wait(check=True)
+    line += ["--save-every", 2]
+    assert set(start(zygote, tmp_path, *line, STOP_AT="5", **how[before]).wait()) == {7}
+    start(zygote, tmp_path, *line, "--resume", **how[after]).wait(check=True)
+    close(weights(tmp_path), weights(tmp_path / "alone"))
+    assert result(tmp_path)["history"][-1]["step"] == 8
 
 
 @pytest.mark.slow

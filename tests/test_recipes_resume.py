@@ -2,11 +2,13 @@
 
 import os
 import random
+import signal
+import subprocess
 import time
 
 import pytest
 import torch
-from recipe_models import ROOT, environment, make_bert
+from recipe_models import ROOT, command, environment, make_bert
 from recipe_zygote import Zygote
 from safetensors.torch import load_file
 
@@ -82,4 +84,23 @@ def test_killed_at_any_moment(zygote, model, tmp_path, processes):
     assert len(found) >= 4  # kills
     assert any(name.startswith("partial") for names in found for name in names)  # one of them while a state was written
     assert not (torn / "state").exists() and not (torn / "best").exists()
+    assert same(weights(whole), weights(torn))
+
+
+@pytest.mark.slow
+def test_torchrun_killed(zygote, model, tmp_path):
+    """Two processes started by torchrun, as a user starts them, killed with their launcher."""
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    zygote.start(SNLI, "--model", model, *OPTIONS, "--output", whole, processes=2).wait(check=True)
+    line = command("finetune_snli.py", "--model", model, *OPTIONS, "--output", torn, processes=2)
+    variables = {**environment(), "ACCELERATE_USE_CPU": "true"}
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(line, env=variables, stdout=log, stderr=log, start_new_session=True)
+        while not any(name.startswith("step") for name in listing(torn)):
+            assert launcher.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+    assert not (torn / "result.json").exists()
+    zygote.start(SNLI, "--model", model, *OPTIONS, "--output", torn, "--resume", processes=2).wait(check=True)
     assert same(weights(whole), weights(torn))

@@ -105,6 +105,9 @@ def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, t
     """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
+        for name, source in prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
+            if source in weights:
+                weights[name] = weights[source]
         partial = target.with_name(PARTIAL + target.name)
         shutil.rmtree(partial, ignore_errors=True)
         with prepared.config_as_it_was():
