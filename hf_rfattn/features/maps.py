@@ -35,7 +35,10 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """Base of all maps: `forward(x, role)` → Features."""
+    """Base of all maps: `forward(x, role)` → Features.
+
+    Each token is mapped by itself. `Features.log` is a new tensor: the operators write over it.
+    """
 
     num_features: int
     positive: bool = True
