@@ -1,16 +1,20 @@
 # make test     the suite, in .venv (made on first use)
 # make demo     a real pretrained BERT with each mechanism: tables, plots and demo_out/result.json
-# make bench    time and memory of generation on this machine: tables, a plot and bench_out/decode.json
+# make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
+# make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
+# make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
+# make readme   the sections of README.md that are made from recipes/results
 # make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
 # make style    ruff and mypy, as CI runs them
 # make format   let ruff repair what it can
-# make clean    remove .venv, caches and build products
+# make clean    remove both environments, caches and build products
 #
 # Another torch, for instance a CUDA build: make test TORCH='torch==2.13.0 --index-url ...'
 # Part of the suite:                        make test ARGS='tests/test_cli.py -k inspect'
 
 PYTHON ?= python3
 VENV ?= .venv
+PEERS ?= .venv-peers
 TORCH ?= -c constraints.txt torch
 WORKERS ?= 2
 ARGS ?=
@@ -19,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat demo bench style format clean
+.PHONY: test compat demo bench peers bench-peers readme style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -31,7 +35,18 @@ demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/python recipes/demo.py $(ARGS)
 
 bench: $(VENV)/.dev
+	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench ops $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench model $(ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench decode $(ARGS)
+
+peers:
+	$(MAKE) VENV=$(PEERS) $(PEERS)/.peers
+
+bench-peers: peers
+	HF_HUB_OFFLINE=1 $(PEERS)/bin/hf-rfattn bench ops --peers --dtypes float32 --features 64,256 $(ARGS)
+
+readme: $(VENV)/.base
+	$(BIN)/python recipes/make_readme.py
 
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -43,7 +58,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info demo_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
@@ -65,4 +80,12 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.demo: requirements-demo.txt $(VENV)/.base
 	$(PIP) install --no-deps --require-hashes -r requirements-demo.txt
+	touch $@
+
+# The setup of fast-transformers needs torch at hand (so no isolation), and asks for CUDA sources as soon as an nvcc can
+# be found, whatever torch was built for: folders that hold one are kept from its PATH.
+$(VENV)/.peers: requirements-peers.txt $(VENV)/.torch pyproject.toml
+	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]' 'setuptools>=77' wheel
+	PATH="$$(echo "$$PATH" | tr : '\n' | while read -r folder; do test -e "$$folder/nvcc" || echo "$$folder"; done | paste -sd :)" \
+		MAX_JOBS=$(WORKERS) $(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -r requirements-peers.txt
 	touch $@

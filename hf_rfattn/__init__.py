@@ -1,15 +1,32 @@
-"""Random-feature and fast-multipole attention for pretrained Hugging Face models."""
+"""Random-feature and fast-multipole attention for pretrained Hugging Face models.
 
-from .hub.publish import publish
-from .integration import AttentionError, attention_error, calibrate, patch_model, redraw, unpatch_model
-from .mechanisms import Mechanism, MechanismConfig, build_mechanism, mechanism_names, register_mechanism
-from .mechanisms.average import AverageConfig
-from .mechanisms.band import BandConfig
-from .mechanisms.favor import FavorConfig
-from .mechanisms.fmm import FmmConfig
-from .mechanisms.hedgehog import HedgehogConfig
-from .mechanisms.linear import LinearConfig
-from .mechanisms.rff import RffConfig
+Importing this package takes milliseconds: public names come from their modules when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .import_hook import follow_transformers
+
+if TYPE_CHECKING:
+    from .hub.publish import publish
+    from .integration import (
+        AttentionError,
+        attention_error,
+        calibrate,
+        extend_positions,
+        patch_model,
+        redraw,
+        unpatch_model,
+    )
+    from .mechanisms import Mechanism, MechanismConfig, build_mechanism, mechanism_names, register_mechanism
+    from .mechanisms.average import AverageConfig
+    from .mechanisms.band import BandConfig
+    from .mechanisms.favor import FavorConfig
+    from .mechanisms.fmm import FmmConfig
+    from .mechanisms.hedgehog import HedgehogConfig
+    from .mechanisms.linear import LinearConfig
+    from .mechanisms.rff import RffConfig
 
 __version__ = "0.1.0.dev0"
 
@@ -27,6 +44,7 @@ __all__ = [
     "attention_error",
     "build_mechanism",
     "calibrate",
+    "extend_positions",
     "mechanism_names",
     "patch_model",
     "publish",
@@ -34,3 +52,41 @@ __all__ = [
     "register_mechanism",
     "unpatch_model",
 ]
+
+# Where the public names live, the same as above for those who are not type checkers.
+_HOMES = {
+    "hub.publish": ["publish"],
+    "integration": [
+        "AttentionError",
+        "attention_error",
+        "calibrate",
+        "extend_positions",
+        "patch_model",
+        "redraw",
+        "unpatch_model",
+    ],
+    "mechanisms": ["Mechanism", "MechanismConfig", "build_mechanism", "mechanism_names", "register_mechanism"],
+    "mechanisms.average": ["AverageConfig"],
+    "mechanisms.band": ["BandConfig"],
+    "mechanisms.favor": ["FavorConfig"],
+    "mechanisms.fmm": ["FmmConfig"],
+    "mechanisms.hedgehog": ["HedgehogConfig"],
+    "mechanisms.linear": ["LinearConfig"],
+    "mechanisms.rff": ["RffConfig"],
+}
+
+if not TYPE_CHECKING:  # a type checker that saw it would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        for home, names in _HOMES.items():
+            if name in names:
+                globals()[name] = value = getattr(import_module(f"{__name__}.{home}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+follow_transformers()

@@ -1,12 +1,18 @@
 """What all commands share: reading numbers and models from the command line, units, and errors without a traceback."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from .mechanisms import MechanismConfig
+
+Choice = TypeVar("Choice")
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
@@ -21,6 +27,19 @@ def parse_numbers(option: str, text: str, example: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
+def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
+    """What the words between commas stand for, each once, in the order of the choices.
+
+    >>> parse_choices("--passes", "training,forward", {"forward": 1, "training": 2})
+    (1, 2)
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in choices:
+            raise ValueError(f"{option} {word!r} is not possible; choose from {', '.join(choices)}.")
+    return tuple(value for name, value in choices.items() if name in words)
+
+
 def load_config(name: str) -> Any:
     """The config of a model in a folder or on the Hub."""
     import transformers
@@ -31,6 +50,53 @@ def load_config(name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"{name!r} is not a model that can be read. {error}") from error
+
+
+def model_class(config: Any) -> Any:
+    """The class the checkpoint was saved from, or AutoModel."""
+    import transformers
+
+    known = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
+    return known[0] if known else transformers.AutoModel
+
+
+def parse_attention(attention: str, assignments: list[str]) -> "MechanismConfig":
+    """The config of a mechanism with options NAME=VALUE, values in JSON or plain text.
+
+    >>> parse_attention("fmm", ["bandwidth=8", "normalizer=joint"]).bandwidth
+    8
+    """
+    from .mechanisms import resolve_config
+
+    document: dict[str, Any] = {"mechanism": attention}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{assignment!r} is not an option; write NAME=VALUE, for example num_features=128.")
+        if name in document:
+            raise ValueError(f"{name!r} is given twice.")
+        try:
+            document[name] = json.loads(value)
+        except json.JSONDecodeError:
+            document[name] = value
+    return resolve_config(document)
+
+
+def option_value(value: Any) -> str:
+    """A value as NAME=VALUE takes it.
+
+    >>> option_value("joint"), option_value(None), option_value(("elu", "tanh"))
+    ('joint', 'null', '["elu", "tanh"]')
+    """
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def option_values(options: dict[str, Any]) -> str:
+    """
+    >>> option_values({"bandwidth": 8, "normalizer": "joint"})
+    'bandwidth=8, normalizer=joint'
+    """
+    return ", ".join(f"{name}={option_value(value)}" for name, value in options.items())
 
 
 def si(count: float) -> str:

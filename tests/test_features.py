@@ -165,7 +165,7 @@ def test_hadamard_rotation_is_the_product_of_its_blocks():
     torch.testing.assert_close(hadamard_rotation(8, 2, seeded_generator(3)), product)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 32, 256])
+@pytest.mark.parametrize("dim", [1, 2, 32, 64, 128, 512, 4096])
 def test_fast_walsh_hadamard_equals_the_matrix(dim):
     x = torch.randn(3, 5, dim, dtype=torch.float64, requires_grad=True)
     fast, dense = walsh_hadamard_transform(x), x @ hadamard_matrix(dim, dtype=torch.float64)

@@ -32,3 +32,4 @@ def test_every_python_block_runs(no_hub):
         exec(compile(block, str(README), "exec"), session)
     assert Path("error.png").exists() and Path("my-model/model.safetensors").exists()
     assert session["out"].sequences.shape == (1, 70)
+    assert session["tokenizer"].model_max_length == 4096

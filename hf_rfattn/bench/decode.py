@@ -32,13 +32,13 @@ from ..integration.cache import RecurrentLayer
 from ..integration.cost import attention_cost
 from ..integration.discovery import find_attention
 from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
+from .devices import DTYPES, check_device, check_dtype
 from .plotting import BASELINE, SOFTMAX
 from .results import load_average, new_result
 from .timing import Competitor, Spread, Watch, import_psutil, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state
 WARMUP = 1  # repetitions
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,10 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is not possible; choose one of {', '.join(DTYPES)}.")
+        check_dtype(self.dtype)
         if min(self.contexts) < 2:
             raise ValueError("A context must have at least 2 tokens.")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device {self.device!r} is not possible here. {error}") from error
+        check_device(self.device)
         _ = self.mechanisms  # unknown names fail now
 
     @property
@@ -99,7 +95,7 @@ def measure_decode(settings: Settings, advance: Callable[[str], Any] = lambda do
                 cells += _measure_group(models, batch, contexts, settings, watch, advance)
     return {
         **result,
-        "model": _describe(models[SOFTMAX], settings),
+        "model": describe(models[SOFTMAX], settings.model or "gpt2-shaped, random weights", settings.dtype),
         "attention": {name: config.to_dict() for name, config in settings.mechanisms.items()},
         "contexts": settings.contexts,
         "batches": settings.batches,
@@ -130,10 +126,11 @@ def load_model(settings: Settings) -> PreTrainedModel:
     return model.eval()
 
 
-def share_weights(
-    model: PreTrainedModel, mechanisms: Mapping[str, MechanismConfig], seed: int
-) -> dict[str, PreTrainedModel]:
-    """The model and a patched copy for each mechanism; all of them hold the same weights, not copies of them."""
+def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: int) -> dict[str, PreTrainedModel]:
+    """The model and a patched copy for each mechanism; all of them hold the same weights, not copies of them.
+
+    `mechanisms`: what `patch_model` takes, by name.
+    """
     weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     models = {SOFTMAX: model}
     for name, config in mechanisms.items():
@@ -155,13 +152,14 @@ def _check_positions(model: PreTrainedModel, length: int) -> None:
         ) from error
 
 
-def _describe(model: PreTrainedModel, settings: Settings) -> dict[str, Any]:
+def describe(model: PreTrainedModel, name: str, dtype: str) -> dict[str, Any]:
+    """What a result says of a model."""
     sites = [site for site in find_attention(model) if not site.cross]
     return {
-        "name": settings.model or "gpt2-shaped, random weights",
+        "name": name,
         "type": model.config.model_type,
         "parameters": model.num_parameters(),
-        "dtype": settings.dtype,
+        "dtype": dtype,
         "layers": len(sites),
         "heads": sites[0].num_heads,
         "kv_heads": sites[0].num_kv_heads,

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ..commands import in_bytes
 from .plotting import BASELINE, SOFTMAX, line_style, log_log
+from .results import machine
 
 Cells = dict[tuple[str, int, int], dict[str, Any]]
 
@@ -89,7 +90,6 @@ def plot(result: dict[str, Any]) -> Figure:
 
 
 def _title(result: dict[str, Any]) -> str:
-    model, hardware = result["model"], result["hardware"]
-    where = f"{hardware['cpu']}, {hardware['threads']} threads" if hardware["device"] == "cpu" else hardware["gpu"]
+    model = result["model"]
     shape = f"{model['layers']} layers, {model['heads']} heads of {model['head_dim']}"
-    return f"Generating a token: {model['name']} ({shape}), {model['dtype']}, {where}"
+    return f"Generating a token: {model['name']} ({shape}), {model['dtype']}, {machine(result['hardware'])}"

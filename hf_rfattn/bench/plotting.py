@@ -1,6 +1,8 @@
 """How plots of this project look: one colour and marker a mechanism, everywhere the same."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -18,6 +20,8 @@ STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "fmm": ("#D55E00", "P"),
     "band": ("#56B4E9", "v"),
     BASELINE: ("#666666", "x"),
+    "performer-pytorch": ("#882255", "h"),
+    "fast-transformers": ("#AA7700", "<"),
 }
 
 
@@ -37,3 +41,39 @@ def log_log(axes: Axes, lengths: Sequence[int]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(alpha=0.3)
+
+
+def mark_crossover(
+    axes: Axes, length: float, softmax: Mapping[int, float], number: int, color: str, alpha: float = 1.0
+) -> None:
+    """A ring on the line of softmax (time by length) at a length, which is written below; call it after `log_log`.
+
+    `number`: of the mark, so that texts stand above each other.
+    """
+    time = value_at(softmax, length)
+    bottom = axes.get_ylim()
+    axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, alpha=alpha)
+    axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5 * alpha, linewidth=0.8)
+    axes.set_ylim(bottom)
+    axes.annotate(
+        f"{length:,}",
+        (length, 0.02 + 0.045 * (number % 4)),
+        xycoords=("data", "axes fraction"),
+        xytext=(2, 0),
+        textcoords="offset points",
+        fontsize=8,
+        color=color,
+    )
+
+
+def value_at(points: Mapping[int, float], x: float) -> float:
+    """Between two points, on a straight line in a log-log plot.
+
+    >>> round(value_at({1: 1.0, 4: 16.0, 8: 20.0}, 2), 6)
+    4.0
+    """
+    for left, right in pairwise(sorted(points)):
+        if left <= x <= right:
+            share = math.log(x / left) / math.log(right / left)
+            return points[left] * (points[right] / points[left]) ** share
+    return points[min(points, key=lambda known: abs(known - x))]

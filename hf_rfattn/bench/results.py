@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,17 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
         "memory_bytes": memory,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def machine(found: Mapping[str, Any]) -> str:
+    """The hardware of a result in a few words.
+
+    >>> machine({"device": "cpu", "cpu": "Some CPU", "threads": 2}), machine({"device": "cuda", "gpu": "Some GPU"})
+    ('Some CPU, 2 threads', 'Some GPU')
+    """
+    if found["device"] != "cpu":
+        return str(found["gpu"])
+    return f"{found['cpu']}, {found['threads']} thread{'' if found['threads'] == 1 else 's'}"
 
 
 def load_average() -> list[float] | None:

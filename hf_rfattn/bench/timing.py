@@ -12,6 +12,8 @@ import torch
 
 Name = TypeVar("Name", bound=Hashable)
 
+FEWEST = 3  # repetitions of what takes too long for more
+
 
 def nothing() -> None:
     """Does nothing."""
@@ -94,6 +96,7 @@ def interleave(
     *,
     warmup: int = 1,
     seed: int = 0,
+    max_seconds: float | None = None,
     watch: Watch | None = None,
     synchronise: Callable[[], Any] = nothing,
     clock: Callable[[], float] = time.perf_counter,
@@ -103,8 +106,10 @@ def interleave(
 
     One repetition runs every competitor once, so that whatever slows the machine for a while slows all of them; each
     has its own order (drawn from `seed`), so that none always runs in the wake of the same other. The first `warmup`
-    repetitions do not count. `watch` may have a run repeated. `synchronise` waits for the device before the clock is
-    read; `after_each` is told the name of what has just run.
+    repetitions do not count. A competitor whose runs would take longer than `max_seconds` in all, going by its last
+    warm-up, sits out every second repetition, or three of four, … (see `repetitions_apart`). `watch` may have a run
+    repeated. `synchronise` waits for the device before the clock is read; `after_each` is told the name of what has
+    just run.
 
     >>> seconds = interleave({"a": Competitor(nothing), "b": Competitor(lambda: sum(range(100)))}, repetitions=3)
     >>> len(seconds["a"]), len(seconds["b"])
@@ -112,10 +117,13 @@ def interleave(
     """
     seconds: dict[Name, list[float]] = {name: [] for name in competitors}
     names = list(competitors)
+    apart = dict.fromkeys(names, 1)
     shuffle = random.Random(seed).shuffle
     for repetition in range(warmup + repetitions):
         shuffle(names)
         for name in names:
+            if (repetition - warmup) % apart[name] and repetition >= warmup:
+                continue
             again = True
             while again:
                 competitors[name].prepare()
@@ -129,8 +137,23 @@ def interleave(
                 again = watch is not None and repetition >= warmup and watch.again()
             if repetition >= warmup:
                 seconds[name].append(elapsed)
+            elif max_seconds is not None:
+                apart[name] = repetitions_apart(elapsed, repetitions, max_seconds)
             after_each(name)
     return seconds
+
+
+def repetitions_apart(seconds: float, repetitions: int, max_seconds: float) -> int:
+    """Every how manieth repetition to run what takes so long: a power of two, so that of any two competitors the one
+    that runs less often always runs beside the other, and small enough for `FEWEST` runs.
+
+    >>> repetitions_apart(0.1, 12, 2.0), repetitions_apart(0.2, 12, 2.0), repetitions_apart(60, 12, 2.0)
+    (1, 2, 4)
+    """
+    apart = 1
+    while -(-repetitions // apart) * seconds > max_seconds and -(-repetitions // (2 * apart)) >= FEWEST:
+        apart *= 2
+    return apart
 
 
 @dataclass(frozen=True)
@@ -160,9 +183,20 @@ class Spread:
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Median of the ratios within repetitions: steadier than the ratio of the medians.
 
+    Where `interleave` ran one of them less often, only the repetitions with both count.
+
     >>> median_ratio([2, 20, 200], [1, 10, 40])
     2.0
+    >>> median_ratio([2, 0, 20, 0, 200], [1, 10, 40])
+    2.0
     """
+    apart = 1
+    while max(len(numerators[::apart]), len(denominators[::apart])) > min(len(numerators), len(denominators)):
+        apart *= 2
+    if len(numerators) > len(denominators):
+        numerators = numerators[::apart]
+    else:
+        denominators = denominators[::apart]
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import Features
+from ..ops import Features, product
 from .kernels import KERNELS
 from .projections import Projection, draw_projection, seeded_generator
 
@@ -26,15 +26,27 @@ def per_head_product(x: Tensor, weight: Tensor) -> Tensor:
     B, H, L, D = x.shape
     heads, M, _ = weight.shape
     grouped = x.reshape(B, heads, (H // heads) * L, D)
-    return (grouped @ weight.to(x.dtype).transpose(-1, -2)).reshape(B, H, L, M)
+    return product(grouped, weight.to(x.dtype).transpose(-1, -2).expand(B, heads, D, M)).reshape(B, H, L, M)
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """|x|², `[B, H, L, 1]`."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
 class FeatureMap(nn.Module):
-    """Base of all maps: `forward(x, role)` → Features."""
+    """Base of all maps: `forward(x, role)` → Features.
+
+    Each token is mapped by itself. `Features.log` is a new tensor: the operators write over it.
+    """
 
     num_features: int
     positive: bool = True
     scale_per_feature: bool = True  # whether Features.log has a column for each feature, or one for all
+
+    def queries_of_a_quotient(self, x: Tensor) -> Features:
+        """φ of queries up to a positive factor of each token, which a quotient of sums over keys does not see."""
+        return self(x, "query")
 
     def floor(self) -> Tensor | float | None:
         """For signed maps, the least magnitude of the denominator a visible key (one, or `[Hkv]`); None for positive
@@ -193,17 +205,25 @@ class PositiveFeatures(RandomFeatures):
         self.draw()
 
     def forward(self, x: Tensor, role: Role) -> Features:
+        return self._features(x, -math.log(self.num_features) / 2 - squared_norm(x) / 2)
+
+    def queries_of_a_quotient(self, x: Tensor) -> Features:
+        return self._features(x, None)
+
+    def _features(self, x: Tensor, shift: Tensor | None) -> Features:
+        """With logarithms ω_rᵀx + shift."""
         log = per_head_product(x, self.projection)
-        constant: Tensor | float = -math.log(self.num_features) / 2
         if self.optimal:
             rho = self.rho.to(x.dtype).repeat_interleave(x.shape[1] // len(self.rho))[:, None, None]  # [H, 1, 1]
             a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
             norms = self.projection.to(x.dtype).square().sum(-1)  # [Hkv, rows]
             norms = norms.repeat_interleave(x.shape[1] // len(norms), 0).unsqueeze(1)  # [H, 1, rows]
-            constant = constant + a * norms + x.shape[-1] / 4 * torch.log1p(-4 * a)
-            log = log * torch.sqrt(1 - 4 * a)
-        log = torch.cat([constant + log, constant - log], dim=-1) if self.antithetic else constant + log
-        return Features(log - x.square().sum(-1, keepdim=True) / 2)
+            constant = a * norms + x.shape[-1] / 4 * torch.log1p(-4 * a)
+            log, shift = log * torch.sqrt(1 - 4 * a), constant if shift is None else constant + shift
+        if self.antithetic:
+            shift = torch.zeros_like(x[..., :1]) if shift is None else shift
+            return Features(torch.cat([shift + log, shift - log], dim=-1))
+        return Features(log if shift is None else log.add_(shift))
 
     @torch.no_grad()
     def calibrate(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> None:
@@ -229,6 +249,9 @@ class ReluFeatures(PositiveFeatures):
         if self.antithetic:
             products = torch.cat([products, -products], dim=-1)
         return Features(torch.zeros_like(x[..., :1]), torch.relu(products) * self.num_features**-0.5)
+
+    def queries_of_a_quotient(self, x: Tensor) -> Features:
+        return self(x, "query")
 
 
 class FourierFeatures(RandomFeatures):
@@ -291,7 +314,7 @@ class FourierFeatures(RandomFeatures):
             factor = torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
         factor = factor * (2 / self.num_features) ** 0.5
         if self.kernel == "gaussian" and not self.normalize_qk:
-            return Features(x.square().sum(-1, keepdim=True) / 2, factor)
+            return Features(squared_norm(x) / 2, factor)
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor | float:

@@ -5,6 +5,8 @@ Draws use a private generator on the CPU in float64: the same on every device an
 alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
@@ -23,6 +25,20 @@ def seeded_generator(*parts: int) -> Generator:
     return torch.Generator(device="cpu").manual_seed(mixed)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices of a head's size are too small to share: threads that wait for each other in each of the hundreds of a
+    model take seconds on a busy machine instead of milliseconds.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def draw_projection(
     kind: Projection, heads: int, rows: int, dim: int, generator: Generator, hadamard_blocks: int = 3
 ) -> Tensor:
@@ -45,7 +61,7 @@ def draw_projection(
     elif kind == "hadamard":
         width = 1 << (dim - 1).bit_length()
         stack = heads * -(-rows // width)
-        directions = torch.stack([hadamard_rotation(width, hadamard_blocks, generator) for _ in range(stack)])
+        directions = hadamard_rotation(width, hadamard_blocks, generator, batch=(stack,))
     else:
         raise ValueError(f"Unknown projection {kind!r}; choose one of {', '.join(get_args(Projection))}.")
     directions = directions.reshape(heads, -1, width)[:, :rows]
@@ -53,14 +69,14 @@ def draw_projection(
     return (directions * gaussian.norm(dim=-1, keepdim=True))[..., :dim]
 
 
-def hadamard_rotation(dim: int, blocks: int, generator: Generator) -> Tensor:
-    """The orthogonal matrix (H D_k)…(H D_1), D_i random signs, `[dim, dim]` float64; `dim` a power of two.
+def hadamard_rotation(dim: int, blocks: int, generator: Generator, batch: tuple[int, ...] = ()) -> Tensor:
+    """Orthogonal matrices (H D_k)…(H D_1), D_i random signs, `[*batch, dim, dim]` float64; `dim` a power of two.
 
     The product, not the sum: a sum of rotations is not a rotation.
     """
-    rotation = torch.eye(dim, dtype=torch.float64, device="cpu")
-    for _ in range(blocks):
-        signs = torch.randint(0, 2, (dim,), generator=generator, device="cpu").to(torch.float64) * 2 - 1
+    signs = torch.randint(0, 2, (*batch, blocks, dim), generator=generator, device="cpu").to(torch.float64) * 2 - 1
+    rotation = torch.eye(dim, dtype=torch.float64, device="cpu").expand(*batch, dim, dim)
+    for block in range(blocks):
         # Row i of `rotation` holds the image of basis vector i; each block maps x to H D x.
-        rotation = walsh_hadamard_transform(rotation * signs)
-    return rotation.T
+        rotation = walsh_hadamard_transform(rotation * signs[..., block, None, :])
+    return rotation.mT

@@ -4,9 +4,18 @@ from .attention import register
 from .checkpoint import install
 from .error import AttentionError, attention_error, calibrate
 from .patching import patch_model, unpatch_model
+from .positions import extend_positions
 from .redraw import redraw
 
 register()
 install()
 
-__all__ = ["AttentionError", "attention_error", "calibrate", "patch_model", "redraw", "unpatch_model"]
+__all__ = [
+    "AttentionError",
+    "attention_error",
+    "calibrate",
+    "extend_positions",
+    "patch_model",
+    "redraw",
+    "unpatch_model",
+]

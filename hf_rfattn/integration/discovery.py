@@ -1,7 +1,10 @@
 """Finding a model's attention modules, and why some of them cannot be expressed by feature maps."""
 
+import ast
+import functools
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,24 +135,27 @@ def uses_interface(cls: type) -> bool:
 
 def _source(cls: type) -> str:
     """Source of the class that defines the forward of `cls`, if it is a transformers module."""
-    if cls not in _SOURCES:
-        _SOURCES[cls] = _read_source(cls)
-    return _SOURCES[cls]
+    base = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
+    if base is None or base.__module__.startswith("torch."):
+        return ""
+    return _class_sources(base.__module__).get(base.__name__, "")
 
 
-_SOURCES: dict[type, str] = {}
-
-
-def _read_source(cls: type) -> str:
-    for base in cls.__mro__:
-        if "forward" in vars(base):
-            if base.__module__.startswith("torch."):
-                return ""
-            try:
-                return inspect.getsource(base)
-            except (OSError, TypeError):
-                return ""
-    return ""
+@functools.cache
+def _class_sources(module: str) -> dict[str, str]:
+    """Source of every class of a module, by name. `inspect.getsource` would parse the whole file for each of them."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+        tree = ast.parse(source)
+    except (OSError, TypeError, KeyError, SyntaxError):
+        return {}
+    lines = source.splitlines(keepends=True)
+    sources = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            sources[node.name] = "".join(lines[start - 1 : node.end_lineno])
+    return sources
 
 
 def _first(module: nn.Module, *names: str) -> int | None:

@@ -181,7 +181,7 @@ def _by_layer(
         chosen = dict.fromkeys(present if layers is None else parse_layers(layers), config)
     missing = sorted(set(chosen) - set(present))
     if missing:
-        raise ValueError(f"There is no layer {missing[0]}; this model has layers {_ranges(present)}.")
+        raise ValueError(f"There is no layer {missing[0]}; this model has layers {format_layers(present)}.")
     chosen = {number: config for number, config in sorted(chosen.items()) if config is not None}
     if not chosen:
         raise ValueError("No layer was chosen; to restore softmax use unpatch_model(model).")
@@ -261,12 +261,16 @@ def _document(by_layer: dict[int, MechanismConfig], cross: bool, seed: int) -> d
     groups: dict[str, tuple[MechanismConfig, list[int]]] = {}
     for number, config in by_layer.items():
         groups.setdefault(repr(config), (config, []))[1].append(number)
-    layers = {_ranges(numbers): config.to_dict() for config, numbers in groups.values()}
+    layers = {format_layers(numbers): config.to_dict() for config, numbers in groups.values()}
     return {"format": FORMAT, "seed": seed, "cross_attention": cross, "layers": layers}
 
 
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5"."""
+def format_layers(numbers: Iterable[int]) -> str:
+    """What `parse_layers` reads.
+
+    >>> format_layers([0, 1, 2, 5])
+    '0-2,5'
+    """
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

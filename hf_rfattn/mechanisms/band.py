@@ -6,11 +6,13 @@ sliding-window attention.
 
 from dataclasses import dataclass
 
-from ..ops import normalise
+from torch import Tensor
+
+from ..ops import Partial, attend_in_blocks, normalise
 from ..ops.naive import masked_softmax, repeat_heads
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least
-from .near_field import Window, near_field, near_multiply_adds, near_pairs
+from .near_field import Window, global_part, near_multiply_adds, near_pairs
 from .registry import register_mechanism
 
 
@@ -34,17 +36,17 @@ class BandAttention(Mechanism):
     handles_cross_attention = False
     config: BandConfig
 
-    def attend(self, x, y, v, key_mask, causal, segments):
-        return normalise(
-            near_field(x, y, v, self.config.bandwidth, self.config.global_tokens, key_mask, causal, segments)
-        )
+    def attend(self, inputs):
+        config = self.config
+        extra = global_part(inputs, config.global_tokens, config.bandwidth)
+        return attend_in_blocks(inputs, _normalise_near, bandwidth=config.bandwidth, extra=extra)[0]
 
     def new_state(self, batch, value_dim, dtype, device):
         return Window.new(self, self.config.bandwidth, self.config.global_tokens, batch, value_dim, dtype, device)
 
-    def attend_after(self, x, y, v, key_mask, state, fresh):
-        window = Window(state, y, v, key_mask, fresh, self.config.bandwidth, self.config.global_tokens)
-        return normalise(window.attend(x)), window.new_state()
+    def attend_after(self, inputs, state, fresh):
+        window = Window(state, inputs, fresh, self.config.bandwidth, self.config.global_tokens)
+        return window.attend(_normalise_near), window.new_state()
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
@@ -55,6 +57,10 @@ class BandAttention(Mechanism):
 
     def multiply_adds(self, length, causal):
         return near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
+
+
+def _normalise_near(parts: list[Partial], rows: slice) -> Tensor:
+    return normalise(parts[0])
 
 
 register_mechanism("band", BandConfig, BandAttention)

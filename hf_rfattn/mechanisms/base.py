@@ -1,6 +1,7 @@
 """What every mechanism is: an `nn.Module` called on q, k, v, with a fast path and its naive definition."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -9,17 +10,18 @@ from torch import Tensor, nn
 from ..features import FeatureMap
 from ..features.maps import RandomFeatures
 from ..ops import (
-    Features,
+    FarField,
+    Inputs,
+    Partial,
     State,
+    add_key,
     allowed_pairs,
-    combine,
-    linear_attention,
+    attend_in_blocks,
     linear_multiply_adds,
-    merge,
     normalise,
     normalised_weights,
     read_state,
-    summarise,
+    visible_keys,
 )
 from ..ops.naive import repeat_heads
 from .config import MechanismConfig
@@ -44,16 +46,14 @@ class Mechanism(nn.Module):
         self.head_dim = head_dim
         self.seed = seed
 
-    def attend(
-        self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None
-    ) -> Tensor:
-        """Attention output `[B, H, L, D]` for scaled queries x and keys y of one length when causal."""
+    def attend(self, inputs: Inputs) -> Tensor:
+        """Attention output `[B, H, Lq, D]`; there are as many queries as keys when causal."""
         raise NotImplementedError
 
     def dense_weights(
         self, x: Tensor, y: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None
     ) -> Tensor:
-        """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`."""
+        """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`; x and y carry the scale."""
         raise NotImplementedError
 
     def new_state(
@@ -62,10 +62,11 @@ class Mechanism(nn.Module):
         """Tensors of a fixed size, the batch first, that hold all a causal query needs to know of the past."""
         raise NotImplementedError
 
-    def attend_after(
-        self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, state: dict[str, Tensor], fresh: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Causal attention of new tokens after those in `state`, which is `fresh` if empty; and the new state."""
+    def attend_after(self, inputs: Inputs, state: dict[str, Tensor], fresh: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Causal attention of new tokens after those in `state`, which is `fresh` if empty; and the new state.
+
+        Without gradients the tensors of `state` may be written to.
+        """
         raise NotImplementedError
 
     def multiply_adds(self, length: int, causal: bool) -> int:
@@ -94,15 +95,12 @@ class Mechanism(nn.Module):
         the scores, 1/sqrt(D) by default. `segments` `[B, L]`: numbers of packed sequences, each contiguous, that must
         not see each other.
         """
-        x, y, v, key_mask, segments = self._prepare(q, k, v, key_mask, causal, scale, segments)
-        ahead = y.shape[2] - x.shape[2]
+        inputs = self._inputs(q, k, v, key_mask, causal, scale, segments)
+        ahead = k.shape[2] - q.shape[2] if causal else 0
+        if ahead:  # queries of the past were answered before: stand-ins keep positions aligned
+            inputs = inputs._replace(q=torch.cat([q.new_zeros(*q.shape[:2], ahead, q.shape[3]), q], dim=2))
         with torch.autocast(q.device.type, enabled=False):
-            if causal and ahead:  # queries of the past were answered before: stand-ins keep positions aligned
-                x = torch.cat([x.new_zeros(*x.shape[:2], ahead, x.shape[3]), x], dim=2)
-            out = self.attend(x, y, v, key_mask, causal, segments)
-            if causal and ahead:
-                out = out[:, :, ahead:]
-        return out.to(q.dtype)
+            return self.attend(inputs)[:, :, ahead:]
 
     def extend(
         self,
@@ -129,15 +127,16 @@ class Mechanism(nn.Module):
         >>> torch.allclose(torch.cat(steps, dim=2), mechanism(q, k, v, causal=True), atol=1e-5)
         True
         """
-        x, y, v, key_mask, _ = self._prepare(q, k, v, key_mask, True, scale, None)
+        inputs = self._inputs(q, k, v, key_mask, True, scale, None)
         with torch.autocast(q.device.type, enabled=False):
             # autograd keeps what it reads, and the state is about to be overwritten
             past = {name: value.clone() for name, value in state.items()} if torch.is_grad_enabled() else state
-            out, new = self.attend_after(x, y, v, key_mask, past, fresh)
+            out, new = self.attend_after(inputs, past, fresh)
         with torch.no_grad():
             for name, value in new.items():
-                state[name].copy_(value)
-        return out.to(q.dtype)
+                if value is not state[name]:
+                    state[name].copy_(value)
+        return out
 
     def attention_weights(
         self,
@@ -150,19 +149,22 @@ class Mechanism(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The same attention as a dense matrix `[B, H, Lq, Lk]`, quadratic: to look at, to test against."""
-        x, y, _, key_mask, segments = self._prepare(q, k, k, key_mask, causal, scale, segments)
+        inputs = self._inputs(q, k, k, key_mask, causal, scale, segments)
+        x, y = (z.to(inputs.dtype) * inputs.root for z in (q, k))
         with torch.autocast(q.device.type, enabled=False):
-            return self.dense_weights(x, y, key_mask, causal, segments).to(q.dtype)
+            return self.dense_weights(x, y, inputs.key_mask, causal, segments).to(q.dtype)
 
-    def _prepare(self, q, k, v, key_mask, causal, scale, segments):
+    def _inputs(self, q, k, v, key_mask, causal, scale, segments) -> Inputs:
         _check_inputs(self, q, k, v, key_mask, causal, segments)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if not scale > 0:
             raise ValueError(f"scale must be positive, not {scale!r}: features are of sqrt(scale) q and sqrt(scale) k.")
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        root = math.sqrt(scale)
         key_mask = None if key_mask is None else key_mask.to(torch.bool)
-        return q.to(dtype) * root, k.to(dtype) * root, v.to(dtype), key_mask, segments
+        return Inputs(q, k, v, math.sqrt(scale), key_mask, causal, segments)
+
+    def held(self) -> list[Tensor]:
+        """The parameters and buffers that attention reads."""
+        return [*self.parameters(), *(b for b in self.buffers() if b.is_floating_point())]
 
 
 def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, segments) -> None:
@@ -199,51 +201,59 @@ class LinearMechanism(Mechanism):
         super().__init__(config, **shape)
         self.feature_map = feature_map
 
-    def features(self, x: Tensor, y: Tensor) -> tuple[Features, Features]:
-        return self.feature_map(x, "query"), self.feature_map(y, "key")
+    def far_field(self, joint: bool = False) -> FarField:
+        """The feature map as the operators take it; `joint` if its products are added to something else."""
+        phi = self.feature_map
+        queries = (lambda x: phi(x, "query")) if joint else phi.queries_of_a_quotient
+        return FarField(
+            queries, lambda y: phi(y, "key"), phi.num_features, phi.num_features if phi.scale_per_feature else 1
+        )
 
-    def attend(self, x, y, v, key_mask, causal, segments):
-        q, k = self.features(x, y)
-        masks: dict[str, Any] = {"key_mask": key_mask, "causal": causal, "segments": segments}
-        floor = self.floor(x)
-        if floor is not None:  # times the number of visible keys
-            ones = Features(torch.zeros_like(y[..., :1]))
-            ones_q = Features(torch.zeros_like(x[..., :1]))
-            floor = floor * linear_attention(ones_q, ones, v[..., :1], **masks).denominator
-        return normalise(linear_attention(q, k, v, **masks), floor)
+    def attend(self, inputs):
+        finish = self.normaliser(visible_keys(inputs) if not self.feature_map.positive else None)
+        return attend_in_blocks(inputs, finish, far=[self.far_field()], held=self.held())[0]
+
+    def normaliser(self, count: Tensor | None) -> Callable[[list[Partial], slice], Tensor]:
+        """Divides, with the floor that signed maps need: `count` `[B, 1, L, 1]` are the keys each query sees."""
+
+        def finish(parts: list[Partial], rows: slice) -> Tensor:
+            floor = self.floor(parts[0].numerator)
+            if floor is not None and count is not None:
+                floor = floor * (count[:, :, rows] if count.shape[2] > 1 else count)
+            return normalise(parts[0], floor)
+
+        return finish
 
     def new_state(self, batch, value_dim, dtype, device):
-        features, kv_heads = self.feature_map.num_features, self.num_kv_heads
-        scales = features if self.feature_map.scale_per_feature else 1
-        state = {
-            "log_scale": torch.full((batch, kv_heads, 1, scales), -torch.inf, dtype=dtype, device=device),
-            "outer": torch.zeros(batch, kv_heads, features, value_dim, dtype=dtype, device=device),
-            "total": torch.zeros(batch, kv_heads, features, 1, dtype=dtype, device=device),
-        }
+        *_, features, scales = self.far_field()
+        like = torch.empty((), dtype=dtype, device=device)
+        shape = {"features": features, "scales": scales, "value_dim": value_dim}
+        state = State.empty(batch, self.num_kv_heads, **shape, like=like)._asdict()
         if not self.feature_map.positive:  # for the floor of the denominator
-            state["count"] = torch.zeros(batch, 1, 1, 1, dtype=dtype, device=device)
+            state["count"] = like.new_zeros(batch, 1, 1, 1)
         return state
 
-    def attend_after(self, x, y, v, key_mask, state, fresh):
-        q, k = self.features(x, y)
+    def attend_after(self, inputs, state, fresh):
         past = State(state["log_scale"], state["outer"], state["total"])
-        joined = combine(past, summarise(k, v, key_mask))
-        if x.shape[2] == 1 and not (torch.is_grad_enabled() and x.requires_grad):
-            part = read_state(q, joined)  # the one new key is visible to the one new query
-        else:
-            part = linear_attention(q, k, v, key_mask=key_mask, causal=True)
-            part = part if fresh else merge(part, read_state(q, past))
-        new = joined._asdict()
-        floor = self.floor(x)
-        if floor is not None:
-            visible = torch.ones_like(x[:, :1, :, :1]) if key_mask is None else key_mask[:, None, :, None].to(x.dtype)
-            count = state["count"] + visible.cumsum(2)
-            floor = floor * count
+        new: dict[str, Tensor] = {}
+        count = None
+        if not self.feature_map.positive:
+            count = state["count"] + visible_keys(inputs)
             new["count"] = count[:, :, -1:]
-        return normalise(part, floor), new
+        finish = self.normaliser(count)
+        if inputs.q.shape[2] == 1 and not torch.is_grad_enabled():
+            x, y = (z.to(inputs.dtype) * inputs.root for z in (inputs.q, inputs.k))
+            k = self.feature_map(y, "key")
+            k = k if inputs.key_mask is None else k.only(inputs.key_mask[:, None, :, None])
+            add_key(past, k, inputs.v.to(inputs.dtype))
+            out = finish([read_state(self.feature_map.queries_of_a_quotient(x), past)], slice(0, 1)).to(inputs.q.dtype)
+            return out, new | past._asdict()
+        states = None if fresh else [past]
+        out, (joined,) = attend_in_blocks(inputs, finish, far=[self.far_field()], states=states, held=self.held())
+        return out, new | joined._asdict()
 
     def dense_weights(self, x, y, key_mask, causal, segments):
-        q, k = self.features(x, y)
+        q, k = self.feature_map(x, "query"), self.feature_map(y, "key")
         scores = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
         allowed = allowed_pairs(x.shape[2], y.shape[2], key_mask, causal, segments, device=x.device)
         return normalised_weights(scores, allowed, self.floor(x))

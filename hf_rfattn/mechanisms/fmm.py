@@ -8,6 +8,7 @@ Nguyen et al., "FMMformer: Efficient and Flexible Transformer via Decomposed Nea
 NeurIPS 2021.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -15,22 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import (
+    Inputs,
     Partial,
     State,
     allowed_pairs,
+    attend_in_blocks,
     combine,
-    linear_attention,
     merge,
     normalise,
     normalised_weights,
-    read_state,
     summarise,
+    visible_keys,
 )
 from ..ops.banded_attention import global_keys
 from ..ops.naive import masked_softmax, repeat_heads
 from .base import LinearMechanism, Mechanism
 from .config import MechanismConfig, check_at_least
-from .near_field import Window, near_field, near_multiply_adds, near_pairs
+from .near_field import Window, global_part, near_multiply_adds, near_pairs
 from .registry import mechanism_class, register_mechanism, resolve_config
 
 
@@ -86,23 +88,43 @@ class FmmAttention(Mechanism):
     def _log_weight(self, term: int, dtype: torch.dtype) -> Tensor:
         return self.log_weights[:, term, None, None].to(dtype)  # [H, 1, 1]
 
-    def attend(self, x, y, v, key_mask, causal, segments):
+    def attend(self, inputs):
         config = self.config
-        near = near_field(x, y, v, config.bandwidth, config.global_tokens, key_mask, causal, segments)
-        if config.normalizer == "separate":
-            out = self._log_weight(0, x.dtype).exp() * normalise(near)
-            for term, far in enumerate(self._far(), start=1):
-                out = out + self._log_weight(term, x.dtype).exp() * far.attend(x, y, v, key_mask, causal, segments)
+        joint = config.normalizer == "joint"
+        out, _ = attend_in_blocks(
+            inputs,
+            self._joint if joint else self._separate(inputs),
+            bandwidth=config.bandwidth,
+            far=[far.far_field(joint) for far in self._far()],
+            apart=joint,
+            far_mask=self._not_global(inputs) if joint else None,
+            extra=global_part(inputs, config.global_tokens, config.bandwidth),
+            held=self.held(),
+        )
+        return out
+
+    def _joint(self, parts: list[Partial], rows: slice) -> Tensor:
+        """One denominator for all."""
+        weights = [self._log_weight(term, part.numerator.dtype).exp() for term, part in enumerate(parts)]
+        weighted = zip(parts, weights, strict=True)
+        return normalise(merge(*(Partial(p.numerator * w, p.denominator * w, p.log_scale) for p, w in weighted)))
+
+    def _near(self, parts: list[Partial], rows: slice) -> Tensor:
+        """The near field alone, as one term of separate ones."""
+        return self._log_weight(0, parts[0].numerator.dtype).exp() * normalise(parts[0])
+
+    def _separate(self, inputs: Inputs) -> Callable[[list[Partial], slice], Tensor]:
+        """A denominator for each."""
+        signed = any(not far.feature_map.positive for far in self._far())
+        count = visible_keys(inputs) if signed else None
+
+        def finish(parts: list[Partial], rows: slice) -> Tensor:
+            out = self._near(parts, rows)
+            for term, (far, part) in enumerate(zip(self._far(), parts[1:], strict=True), start=1):
+                out = out + self._log_weight(term, out.dtype).exp() * far.normaliser(count)([part], rows)
             return out
-        parts = [self._weighted(near, 0)]
-        far_mask = self._not_global(y, key_mask, causal, segments)
-        for term, far in enumerate(self._far(), start=1):
-            q, k = far.features(x, y)
-            part = linear_attention(
-                q, k, v, key_mask=far_mask, causal=causal, segments=segments, outside=config.bandwidth
-            )
-            parts.append(self._weighted(part, term))
-        return normalise(merge(*parts))
+
+        return finish
 
     def new_state(self, batch, value_dim, dtype, device):
         sizes = batch, value_dim, dtype, device
@@ -111,46 +133,37 @@ class FmmAttention(Mechanism):
             state |= {f"far{term}.{name}": value for name, value in far.new_state(*sizes).items()}
         return state
 
-    def attend_after(self, x, y, v, key_mask, state, fresh):
-        window = Window(state, y, v, key_mask, fresh, self.config.bandwidth, self.config.global_tokens)
-        near = window.attend(x)
+    def attend_after(self, inputs, state, fresh):
+        window = Window(state, inputs, fresh, self.config.bandwidth, self.config.global_tokens)
         new = window.new_state()
-        joint = self.config.normalizer == "joint"
-        parts = [self._weighted(near, 0)]
-        out = self._log_weight(0, x.dtype).exp() * normalise(near)
-        for term, far in enumerate(self._far(), start=1):
-            prefix = f"far{term}."
-            past = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            if joint:
-                part, after = self._far_after(far, x, window, past)
-                parts.append(self._weighted(part, term))
-            else:
-                term_out, after = far.attend_after(x, y, v, key_mask, past, fresh)
-                out = out + self._log_weight(term, x.dtype).exp() * term_out
-            new |= {prefix + name: value for name, value in after.items()}
-        return normalise(merge(*parts)) if joint else out, new
+        pasts = [
+            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            for prefix in (f"far{term}." for term in range(1, 1 + len(self.far)))
+        ]
+        if self.config.normalizer == "joint":
+            states = [State(past["log_scale"], past["outer"], past["total"]) for past in pasts]
+            fields = [far.far_field(joint=True) for far in self._far()]
+            out = window.attend(self._joint, fields, states, self.held())
+            leaving = window.leaving()
+            afters = [combine(s, summarise(leaving, f))._asdict() for s, f in zip(states, fields, strict=True)]
+        else:
+            afters = []
+            out = window.attend(self._near, held=self.held())
+            for term, (far, past) in enumerate(zip(self._far(), pasts, strict=True), start=1):
+                term_out, after = far.attend_after(inputs, past, fresh)
+                out = out + (self._log_weight(term, inputs.dtype).exp() * term_out).to(out.dtype)
+                afters.append(after)
+        for term, after in enumerate(afters, start=1):
+            new |= {f"far{term}.{name}": value for name, value in after.items()}
+        return out, new
 
-    def _far_after(self, far: LinearMechanism, x: Tensor, window: Window, state: dict[str, Tensor]):
-        """The far field of a joint normaliser: the past beyond the window, and what new queries leave behind them."""
-        past = State(state["log_scale"], state["outer"], state["total"])
-        q, k = far.features(window.aligned(x), window.keys)
-        W, L = self.config.bandwidth, window.length
-        part = read_state(q.map(lambda z: z[:, :, W:]), past)
-        if L > 1:  # one new token alone has nothing behind it that is not in the state
-            beyond = linear_attention(q, k, window.values, key_mask=window.far, causal=True, outside=W)
-            part = merge(part, Partial(*(z[:, :, W:] for z in beyond)))
-        leaving = summarise(k.map(lambda z: z[:, :, :L]), window.values[:, :, :L], window.far[:, :L])
-        return part, combine(past, leaving)._asdict()
-
-    def _weighted(self, part: Partial, term: int) -> Partial:
-        weight = self._log_weight(term, part.numerator.dtype).exp()
-        return Partial(part.numerator * weight, part.denominator * weight, part.log_scale)
-
-    def _not_global(self, y: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None) -> Tensor | None:
+    def _not_global(self, inputs: Inputs) -> Tensor | None:
+        """The keys that a joint far field sees: all but the global ones, which are exact."""
         if not self.config.global_tokens:
-            return key_mask
-        chosen = global_keys(y.shape[2], self.config.global_tokens, key_mask, causal, segments, y.device)
-        return (~chosen if key_mask is None else key_mask & ~chosen).expand(y.shape[0], -1)
+            return None
+        length, mask = inputs.k.shape[2], inputs.key_mask
+        chosen = global_keys(length, self.config.global_tokens, mask, inputs.causal, inputs.segments, inputs.k.device)
+        return (~chosen if mask is None else mask & ~chosen).expand(inputs.k.shape[0], -1)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
@@ -166,7 +179,7 @@ class FmmAttention(Mechanism):
         allowed = allowed_pairs(*lengths, key_mask, causal, segments, device=x.device)
         joint = weight[:, 0] * scores.exp().masked_fill(~near, 0)
         for term, far in enumerate(self._far(), start=1):
-            q, k = far.features(x, y)
+            q, k = far.feature_map(x, "query"), far.feature_map(y, "key")
             products = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
             joint = joint + weight[:, term] * products.masked_fill(near, 0)
         return normalised_weights(joint, allowed)

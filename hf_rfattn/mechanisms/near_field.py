@@ -1,31 +1,30 @@
 """The near field that "band" and "fmm" share: exact scores within a band and to a few global tokens."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import Partial, allowed_pairs, banded_attention, exact_attention, global_attention, merge
+from ..ops import (
+    FarField,
+    Inputs,
+    Partial,
+    State,
+    allowed_pairs,
+    attend_in_blocks,
+    exact_attention,
+    global_attention,
+    merge,
+    read_state,
+)
 from ..ops.banded_attention import global_keys
 from .base import Mechanism
 
 
-def near_field(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    bandwidth: int,
-    global_tokens: int,
-    key_mask: Tensor | None,
-    causal: bool,
-    segments: Tensor | None,
-) -> Partial:
-    """Exact scores within the band and to the global tokens."""
-    masks: dict[str, Any] = {"key_mask": key_mask, "causal": causal, "segments": segments}
-    band = banded_attention(x, y, v, bandwidth, **masks)
-    if not global_tokens:
-        return band
-    return merge(band, global_attention(x, y, v, global_tokens, bandwidth, **masks))
+def global_part(inputs: Inputs, global_tokens: int, bandwidth: int) -> Partial | None:
+    """Exact scores to the global tokens outside the band; None if there are none."""
+    return global_attention(inputs, global_tokens, bandwidth) if global_tokens else None
 
 
 def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, segments, device) -> Tensor:
@@ -40,21 +39,13 @@ def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, s
 class Window:
     """The near field of new tokens in generation: the last W keys and values, and the global ones."""
 
-    def __init__(
-        self,
-        state: dict[str, Tensor],
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        fresh: bool,
-        bandwidth: int,
-        global_tokens: int,
-    ):
+    def __init__(self, state: dict[str, Tensor], inputs: Inputs, fresh: bool, bandwidth: int, global_tokens: int):
         self.bandwidth, self.global_tokens, self.fresh = bandwidth, global_tokens, fresh
-        self.length = y.shape[2]
-        visible = (
-            torch.ones(y.shape[0], self.length, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
-        )
+        self.length, self.dtype = inputs.q.shape[2], inputs.q.dtype
+        self.queries, y = (z.to(inputs.dtype) * inputs.root for z in (inputs.q, inputs.k))
+        v, visible = inputs.v.to(inputs.dtype), inputs.key_mask
+        if visible is None:
+            visible = torch.ones(y.shape[0], self.length, dtype=torch.bool, device=y.device)
         # Window and new tokens together, `[B, Hkv, W + L, D]`: the first L of them leave the window.
         self.keys = torch.cat([state["window_keys"], y], dim=2)
         self.values = torch.cat([state["window_values"], v], dim=2)
@@ -103,29 +94,59 @@ class Window:
         self.global_positions = state["global_positions"] + (place.long() * self.positions[:, None]).sum(-1)
         self.global_count = state["global_count"] + visible.long().sum(1, keepdim=True)
 
-    def attend(self, x: Tensor) -> Partial:
-        """Exact attention of the new queries `[B, H, L, D]` to window, new tokens and global keys."""
-        if self.length == 1:
-            band = exact_attention(x, self.keys, self.values, self.visible[:, None])
-        elif self.fresh:
-            keys, values = (z[:, :, self.bandwidth :] for z in (self.keys, self.values))
-            band = banded_attention(
-                x, keys, values, self.bandwidth, key_mask=self.visible[:, self.bandwidth :], causal=True
-            )
-        else:
-            band = banded_attention(
-                self.aligned(x), self.keys, self.values, self.bandwidth, key_mask=self.visible, causal=True
-            )
-            band = Partial(*(z[:, :, self.bandwidth :] for z in band))
-        if not self.global_tokens:
-            return band
-        filled = torch.arange(self.global_tokens, device=x.device) < self.global_count  # [B, N]
-        beyond = self.positions[:, :, None] - self.global_positions[:, None] > self.bandwidth  # [B, L, N]
-        return merge(band, exact_attention(x, self.global_keys, self.global_values, filled[:, None] & beyond))
+    def attend(
+        self,
+        finish: Callable[[list[Partial], slice], Tensor],
+        far: Sequence[FarField] = (),
+        states: Sequence[State] = (),
+        held: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Attention of the new queries to window, new tokens and global keys; far fields take what has left the window,
+        which is in `states`.
+        """
+        x = self.queries
+        if self.length == 1 and not torch.is_grad_enabled():  # nothing leaves the window before it is read
+            near = exact_attention(x, self.keys, self.values, self.visible[:, None])
+            extra = self._global_part()
+            parts = [near if extra is None else merge(near, extra)]
+            parts += [read_state(f.queries(x), s) for f, s in zip(far, states, strict=True)]
+            return finish(parts, slice(0, 1)).to(self.dtype)
+        # An empty window is left out; otherwise stand-ins for its queries let the new ones stand at their keys.
+        skip = self.bandwidth if self.fresh else 0
+        ahead = self.bandwidth - skip
+        inputs = Inputs(
+            F.pad(x, (0, 0, ahead, 0)), self.keys[:, :, skip:], self.values[:, :, skip:],
+            key_mask=self.visible[:, skip:], causal=True,
+        )  # fmt: skip
+        extra = self._global_part()
+        if extra is not None:
+            fill = (0.0, 0.0, -torch.inf)
+            extra = Partial(*(F.pad(z, (0, 0, ahead, 0), value=f) for z, f in zip(extra, fill, strict=True)))
+        out, _ = attend_in_blocks(
+            inputs,
+            lambda parts, rows: finish(parts, slice(rows.start - ahead, rows.stop - ahead)),
+            bandwidth=self.bandwidth,
+            far=far,
+            apart=True,
+            far_mask=self.far[:, skip:],
+            extra=extra,
+            states=states,
+            held=held,
+        )
+        return out[:, :, ahead:].to(self.dtype)
 
-    def aligned(self, x: Tensor) -> Tensor:
-        """Queries with stand-ins for those of the window, so that they stand at their keys."""
-        return torch.cat([x.new_zeros(*x.shape[:2], self.bandwidth, x.shape[3]), x], dim=2)
+    def _global_part(self) -> Partial | None:
+        if not self.global_tokens:
+            return None
+        filled = torch.arange(self.global_tokens, device=self.keys.device) < self.global_count  # [B, N]
+        beyond = self.positions[:, :, None] - self.global_positions[:, None] > self.bandwidth  # [B, L, N]
+        return exact_attention(self.queries, self.global_keys, self.global_values, filled[:, None] & beyond)
+
+    def leaving(self) -> Inputs:
+        """The keys that a far field takes over: they have left the window."""
+        gone = slice(0, self.length)
+        keys, values = self.keys[:, :, gone], self.values[:, :, gone]
+        return Inputs(keys, keys, values, key_mask=self.far[:, gone])
 
     def new_state(self) -> dict[str, Tensor]:
         keep = slice(self.length, None)

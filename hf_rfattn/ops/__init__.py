@@ -1,29 +1,36 @@
-"""Pure functions on `[B, H, L, D]` tensors; beside each fast one stands its naive definition (`ops.naive`)."""
+"""Pure functions on `[B, H, L, D]` tensors; beside the fast ones stands their naive definition (`ops.naive`)."""
 
-from .banded_attention import banded_attention, exact_attention, global_attention
+from .banded_attention import exact_attention, global_attention
+from .blockwise import FarField, attend_in_blocks, summarise
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
-from .linear_attention import Features, State, combine, linear_attention, linear_multiply_adds, read_state, summarise
+from .inputs import Inputs, visible_keys
+from .linear_attention import Features, State, add_key, combine, linear_multiply_adds, read_state
 from .naive import allowed_pairs, normalised_weights
 from .partial import Partial, merge, normalise
+from .scratch import product
 from .softmax_attention import softmax_attention
 
 __all__ = [
+    "FarField",
     "Features",
+    "Inputs",
     "Partial",
     "State",
+    "add_key",
     "allowed_pairs",
-    "banded_attention",
+    "attend_in_blocks",
     "combine",
     "exact_attention",
     "global_attention",
     "hadamard_matrix",
-    "linear_attention",
     "linear_multiply_adds",
     "merge",
     "normalise",
     "normalised_weights",
+    "product",
     "read_state",
     "softmax_attention",
     "summarise",
+    "visible_keys",
     "walsh_hadamard_transform",
 ]

@@ -6,40 +6,25 @@ Both are linear in L: a band never becomes a dense masked matrix, and the scores
 import torch
 from torch import Tensor
 
-from .partial import Partial, finite
-from .tiles import into_tiles, neighbourhood, pairs, queries_from_tiles, queries_into_tiles, visible_tiles
+from .inputs import Inputs
+from .partial import Partial, exp_less
+from .scratch import may_overwrite, product
+from .tiles import neighbourhood
 
 
-def banded_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bandwidth: int,
-    *,
-    key_mask: Tensor | None = None,
-    causal: bool = False,
-    segments: Tensor | None = None,
-) -> Partial:
-    """Attention with weights exp(q_iᵀk_j) over the keys at distance `bandwidth` or less, not yet normalised.
+def attend_band(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, left: int, right: int) -> Partial:
+    """Attention with weights exp(x_iᵀy_j) over the `allowed` keys of each tile's neighbourhood, not yet normalised.
 
-    Queries and keys carry the scale already. A causal band holds the query's own key and the `bandwidth` before it.
+    Queries `[B, Hkv, T, G·C, D]` and keys `[B, Hkv, left + T + right, C, D]` carry the scale already.
     """
-    B, H, L, _ = q.shape
-    K = k.shape[1]
-    size = min(max(bandwidth, 32), 128)
-    visible = visible_tiles(key_mask, B, L, size, q.device)
-    left = min(-(-bandwidth // size), visible.shape[2] - 1)
-    right = 0 if causal else left
-    tile_segments = None if segments is None else into_tiles(segments[:, None, :, None], size)
-    allowed = pairs(visible, tile_segments, left, right, causal, (bandwidth, None))
-    k_near = neighbourhood(into_tiles(k, size), left, right)
-    v_near = neighbourhood(into_tiles(v, size), left, right)
-    scores = queries_into_tiles(q, size, K) @ k_near.transpose(-1, -2)
-    scores = scores.masked_fill(~allowed.repeat(1, 1, 1, H // K, 1), -torch.inf)
+    allowed = allowed.to(v.dtype)
+    scores = product(x, neighbourhood(y, left, right).transpose(-1, -2))
+    rows = scores.unflatten(3, (-1, allowed.shape[3]))  # the query heads of a group apart
+    rows += allowed.log().unsqueeze(3)
     scale = scores.detach().amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - finite(scale))
-    partial = Partial(weights @ v_near, weights.sum(-1, keepdim=True), scale)
-    return Partial(*(queries_from_tiles(x, H, L) for x in partial))
+    weights = exp_less(scores, scale, reuse=True).view_as(rows)
+    weights = torch.mul(weights, allowed.unsqueeze(3), out=weights if may_overwrite() else None).view_as(scores)
+    return Partial(product(weights, neighbourhood(v, left, right)), weights.sum(-1, keepdim=True), scale)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Partial:
@@ -48,10 +33,10 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Partial
     """
     B, H, L, D = q.shape
     grouped = q.reshape(B, k.shape[1], -1, L, D)
-    scores = grouped @ k.unsqueeze(2).transpose(-1, -2)  # [B, Hkv, G, L, N]
-    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    shown = allowed[:, None, None].to(q.dtype)
+    scores = grouped @ k.unsqueeze(2).transpose(-1, -2) + shown.log()  # [B, Hkv, G, L, N]
     scale = scores.detach().amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - finite(scale))
+    weights = exp_less(scores, scale) * shown
     parts = (weights @ v.unsqueeze(2), weights.sum(-1, keepdim=True), scale)
     return Partial(*(x.reshape(B, H, L, -1) for x in parts))
 
@@ -77,45 +62,35 @@ def _rank(visible: Tensor, segments: Tensor | None) -> Tensor:
     return before - before.masked_fill(~starts, 0).cummax(1).values
 
 
-def global_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    count: int,
-    bandwidth: int,
-    *,
-    key_mask: Tensor | None = None,
-    causal: bool = False,
-    segments: Tensor | None = None,
-) -> Partial:
-    """Attention with weights exp(q_iᵀk_j) over the global keys farther than `bandwidth`, not yet normalised.
+def global_attention(inputs: Inputs, count: int, bandwidth: int) -> Partial:
+    """Attention with weights exp(x_iᵀy_j) over the global keys farther than `bandwidth`, not yet normalised.
 
-    There are at most `count` of them at each end of a sequence; each query gathers those of its own.
+    There are at most `count` of them at each end of a sequence; each query sees those of its own.
     """
-    B, H, L, D = q.shape
-    K = k.shape[1]
-    chosen = global_keys(L, count, key_mask, causal, segments, q.device).expand(B, L)
-    index = _global_index(chosen, count if causal else 2 * count, segments)  # [B, L or 1, N]
+    x, y = (z.to(inputs.dtype) * inputs.root for z in (inputs.q, inputs.k))
+    v = inputs.v.to(inputs.dtype)
+    B, H, L, D = x.shape
+    K = y.shape[1]
+    segments = inputs.segments
+    chosen = global_keys(L, count, inputs.key_mask, inputs.causal, segments, x.device).expand(B, L)
+    index = _global_index(chosen, count if inputs.causal else 2 * count, segments)  # [B, L or 1, N]
     N = index.shape[-1]
-    position = torch.arange(L, device=q.device)[None, :, None]
-    present = index >= 0
-    index = index.clamp(min=0)
-    distance = position - index
-    present = present & (distance.abs() > bandwidth)
-    if causal:
+    distance = torch.arange(L, device=x.device)[None, :, None] - index
+    present = (index >= 0) & (distance.abs() > bandwidth)
+    if inputs.causal:
         present = present & (distance >= 0)
-
-    def gather(x: Tensor) -> Tensor:  # [B, K, L, E] → [B, K, 1, L or 1, N, E]
-        flat = index.flatten(1)[:, None, :, None].expand(-1, K, -1, x.shape[-1])
-        return x.gather(2, flat).view(B, K, 1, -1, N, x.shape[-1])
-
-    grouped = q.view(B, K, H // K, L, 1, D)
-    scores = (grouped * gather(k)).sum(-1)  # [B, K, G, L, N]
-    scores = scores.masked_fill(~present[:, None, None], -torch.inf)
+    flat = index.clamp(min=0).flatten(1)[:, None, :, None]
+    y, v = (z.gather(2, flat.expand(-1, K, -1, z.shape[-1])) for z in (y, v))  # [B, K, L · N or N, E]
+    if segments is None:
+        return exact_attention(x, y, v, present)
+    y, v = (z.view(B, K, 1, L, N, z.shape[-1]) for z in (y, v))
+    scores = (x.view(B, K, H // K, L, 1, D) * y).sum(-1)  # [B, K, G, L, N]
+    shown = present[:, None, None].to(v.dtype)
+    scores = scores + shown.log()
     scale = scores.detach().amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - finite(scale))
-    numerator = (weights.unsqueeze(-1) * gather(v)).sum(-2)
-    return Partial(*(x.reshape(B, H, L, -1) for x in (numerator, weights.sum(-1, keepdim=True), scale)))
+    weights = exp_less(scores, scale) * shown
+    parts = (weights.unsqueeze(-1) * v).sum(-2), weights.sum(-1, keepdim=True), scale
+    return Partial(*(z.reshape(B, H, L, -1) for z in parts))
 
 
 def _global_index(chosen: Tensor, slots: int, segments: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fast Walsh-Hadamard transform, O(d log d), and the matrix that defines it."""
+"""The fast Walsh-Hadamard transform and the matrix that defines it."""
 
 import torch
 from torch import Tensor
@@ -19,16 +19,26 @@ def hadamard_matrix(dim: int, *, dtype: torch.dtype | None = None, device: torch
 
 
 def walsh_hadamard_transform(x: Tensor) -> Tensor:
-    """`x @ hadamard_matrix(d)` over the last dimension by d log₂ d additions."""
+    """`x @ hadamard_matrix(d)` over the last dimension.
+
+    H_ab = H_a ⊗ H_b: with x as an a × b matrix the transform is H_a x H_b, two small products instead of d² or of log₂
+    d passes of additions. `hf-rfattn study time` measures where that begins to pay.
+    """
     dim = x.shape[-1]
     _check_power_of_two(dim)
-    shape = x.shape
-    half = 1
-    while half < dim:
-        a, b = x.reshape(-1, dim // (2 * half), 2, half).unbind(2)
-        x = torch.stack([a + b, a - b], dim=2)
-        half *= 2
-    return x.reshape(shape) / dim**0.5
+    factors = [hadamard_matrix(size, dtype=x.dtype, device=x.device) for size in _factors(dim)]
+    y, rest = x, dim
+    for factor in factors[:-1]:  # each acts on the leading part of what the ones before it left
+        rest //= len(factor)
+        y = factor @ y.reshape(-1, len(factor), rest)
+    return (y.reshape(-1, len(factors[-1])) @ factors[-1]).reshape(x.shape)
+
+
+def _factors(dim: int) -> list[int]:
+    """Sizes of the small matrices: one product up to 64, as measured; two up to 2,048, three beyond."""
+    count = 1 if dim <= 64 else 2 if dim <= 2048 else 3
+    log = dim.bit_length() - 1
+    return [2 ** (log // count + (i < log % count)) for i in range(count)]
 
 
 def _check_power_of_two(dim: int) -> None:

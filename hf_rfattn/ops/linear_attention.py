@@ -1,10 +1,10 @@
-"""Linear attention, out_i = φ(x_i)ᵀ Σ_j φ(y_j) v_jᵀ / φ(x_i)ᵀ Σ_j φ(y_j), bidirectional or causal, in linear time.
+"""Linear attention, out_i = φ(x_i)ᵀ Σ_j φ(y_j) v_jᵀ / φ(x_i)ᵀ Σ_j φ(y_j): its sums, and its pairs within tiles.
 
 Features come as logarithms, so that nothing overflows. Three offsets keep every sum near one (DESIGN: "numbers that
-stay true"): each key tile and the running state hold, *for each feature*, the largest log-feature they have seen, so
-that the feature that matters most to a query is never lost; inside a tile each key is scaled by its own largest
-log-feature and the pair (i, j) weighs exp(c_j - m_i) with m_i the largest c_j visible to i. Neither padding nor the
-future enters any of them. No epsilon anywhere.
+stay true"): each running state holds, *for each feature*, the largest log-feature it has seen, so that the feature that
+matters most to a query is never lost; inside a tile each key is scaled by its own largest log-feature c_j; and each
+query by the largest scale among the states and keys it sees. Neither padding nor the future enters any of them. No
+epsilon anywhere. Offsets are constants to autograd: they cancel.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .partial import Partial, finite, merge
-from .tiles import into_tiles, neighbourhood, pairs, queries_from_tiles, queries_into_tiles, visible_tiles
+from .partial import Partial, exp_less
+from .scratch import fresh, may_overwrite, product
+from .tiles import neighbourhood
 
-TILE = 64
+TILE = 64  # positions whose pairs are computed one by one where order matters
 
 
 class Features(NamedTuple):
     """φ = factor · exp(log). Positive maps give `log` alone; signed ones a bounded `factor` and one `log` a token."""
 
     log: Tensor  # [B, H, L, M] or [B, H, L, 1]
-    factor: Tensor | None = None  # [B, H, L, M]
+    factor: Tensor | None = None  # [B, H, L, M], or [B, H, L, 1] to hide tokens
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
         """The same function on both tensors: to cut, pad or reshape positions."""
@@ -31,7 +32,26 @@ class Features(NamedTuple):
 
     def dense(self) -> Tensor:
         """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
-        return _scaled(self, torch.zeros_like(self.log))
+        return self.log.exp() if self.factor is None else self.log.exp() * self.factor
+
+    def divided(self, offset: Tensor, *, reuse: bool = False) -> Tensor:
+        """φ / exp(offset); `reuse` for the last use of these features."""
+        scaled = exp_less(self.log, offset, reuse=reuse)
+        return scaled if self.factor is None else scaled * self.factor
+
+    def raised(self, by: Tensor, *, reuse: bool = False) -> "Features":
+        """φ · exp(by); `reuse` for the last use of these features."""
+        reuse = reuse and may_overwrite()
+        return self._replace(log=torch.add(self.log, by, out=self.log if reuse else fresh(self.log.shape, self.log)))
+
+    def largest(self, dim: int) -> Tensor:
+        """Of the logarithms along a dimension, which is kept: an offset."""
+        return self.log.detach().amax(dim=dim, keepdim=True)
+
+    def only(self, visible: Tensor) -> "Features":
+        """φ = 0 in all rows but the `visible` ones `[…, L, 1]`: these neither count nor enter an offset."""
+        shown = visible.to(self.log.dtype)
+        return Features(self.log + shown.log(), shown if self.factor is None else self.factor * shown)
 
 
 class State(NamedTuple):
@@ -45,45 +65,18 @@ class State(NamedTuple):
     outer: Tensor  # [..., M, D]
     total: Tensor  # [..., M, 1]
 
-
-def linear_attention(
-    q: Features,
-    k: Features,
-    v: Tensor,
-    *,
-    key_mask: Tensor | None = None,
-    causal: bool = False,
-    segments: Tensor | None = None,
-    outside: int | None = None,
-) -> Partial:
-    """Attention with weights φ(q_i)ᵀφ(k_j) over the visible keys, not yet normalised.
-
-    `key_mask` `[B, L]` is True for keys that exist; `segments` `[B, L]` numbers packed sequences, which must be
-    contiguous; `outside=W` leaves out the keys at distance W or less (a near field computes those exactly).
-
-    >>> ones = Features(torch.zeros(1, 1, 4, 1))
-    >>> v = torch.tensor([1.0, 2.0, 3.0, 6.0]).view(1, 1, 4, 1)
-    >>> partial = linear_attention(ones, ones, v, causal=True)
-    >>> (partial.numerator / partial.denominator).flatten()
-    tensor([1.0000, 1.5000, 2.0000, 3.0000])
-    """
-    if causal or segments is not None or outside is not None:
-        return _tiled(q, k, v, key_mask, causal, segments, outside)
-    return read_state(q, summarise(k, v, key_mask))
-
-
-def _scaled(features: Features, offset: Tensor) -> Tensor:
-    """φ / exp(offset); the offset is a constant to autograd, since it cancels wherever it is used."""
-    scaled = torch.exp(features.log - finite(offset))
-    return scaled if features.factor is None else features.factor * scaled
-
-
-def _largest(log: Tensor, dim: int) -> Tensor:
-    return log.detach().amax(dim=dim, keepdim=True)
+    @staticmethod
+    def empty(*batch: int, features: int, scales: int, value_dim: int, like: Tensor) -> "State":
+        """Of no keys, with `batch` dimensions, `like` another tensor in dtype and device."""
+        return State(
+            like.new_full((*batch, 1, scales), -torch.inf),
+            like.new_zeros(*batch, features, value_dim),
+            like.new_zeros(*batch, features, 1),
+        )
 
 
 def linear_multiply_adds(length: int, features: int, value_dim: int, causal: bool, outside: int | None = None) -> int:
-    """Multiply-adds of `linear_attention` for one head, features given: the sums, and the pairs within tiles if there
+    """Multiply-adds of linear attention for one head, features given: the sums, and the pairs within tiles if there
     are any.
     """
     sums = 2 * length * features * (value_dim + 1)
@@ -94,105 +87,133 @@ def linear_multiply_adds(length: int, features: int, value_dim: int, causal: boo
     return sums + length * neighbours * (features + value_dim)
 
 
-def summarise(k: Features, v: Tensor, key_mask: Tensor | None = None) -> State:
-    """The state that holds all visible keys `[B, Hkv, L, M]`."""
-    if key_mask is not None:
-        k = Features(k.log.masked_fill(~key_mask[:, None, :, None], -torch.inf), k.factor)
-    return _sum_keys(k, v)
-
-
-def combine(a: State, b: State) -> State:
-    """The state that holds the keys of both."""
-    scale = torch.maximum(a.log_scale, b.log_scale)
-    x, y = (torch.exp(s.log_scale - finite(scale)).transpose(-1, -2) for s in (a, b))
-    return State(scale, x * a.outer + y * b.outer, x * a.total + y * b.total)
-
-
-def read_state(q: Features, state: State) -> Partial:
-    """What queries `[B, H, L, M]` see of a state `[B, Hkv, …]`."""
-    B, H, L = q.log.shape[:3]
-    grouped = q.map(lambda x: x.reshape(B, state.outer.shape[1], -1, x.shape[-1]))
-    return Partial(*(x.reshape(B, H, L, -1) for x in _read(grouped, state)))
-
-
-def _sum_keys(k: Features, v: Tensor) -> State:
-    """Sum over the last but one dimension. Hidden keys have log = -inf."""
-    scale = _largest(k.log, -2)
-    phi = _scaled(k, scale)
+def sum_keys(k: Features, v: Tensor) -> State:
+    """The state of keys `[..., L, M]`. Hidden ones have log = -inf."""
+    scale = k.largest(-2)
+    phi = k.divided(scale, reuse=True)
     return State(scale, phi.transpose(-1, -2) @ v, phi.sum(-2).unsqueeze(-1))
 
 
-def _read(q: Features, state: State) -> Partial:
-    """Queries `[..., L, M]` of a state: the largest term of each denominator is 1 for positive features."""
-    log = q.log + state.log_scale
-    scale = _largest(log, -1)
-    phi = _scaled(Features(log, q.factor), scale)
-    return Partial(phi @ state.outer, phi @ state.total, scale)
+def combine(a: State, b: State) -> State:
+    """The state that holds the keys of both; without gradients it takes the place of the first."""
+    x, y = a.log_scale.detach(), b.log_scale.detach()
+    scale = torch.maximum(x, y)
+    x, y = (exp_less(s, scale).transpose(-1, -2) for s in (x, y))
+    reuse = may_overwrite()
+    outer, total = (torch.mul(s, x, out=s if reuse else None) for s in (a.outer, a.total))
+    return State(scale, torch.addcmul(outer, y, b.outer), torch.addcmul(total, y, b.total))
 
 
-def _tiled(
+def add_key(state: State, k: Features, v: Tensor) -> None:
+    """One more key `[B, Hkv, 1, M]`, in place: a step of generation."""
+    scale = torch.maximum(state.log_scale, k.log)
+    decay, phi = exp_less(state.log_scale, scale).transpose(-1, -2), k.divided(scale).transpose(-1, -2)
+    state.outer.mul_(decay).addcmul_(phi, v)
+    state.total.mul_(decay).add_(phi)
+    state.log_scale.copy_(scale)
+
+
+def read_state(q: Features, state: State) -> Partial:
+    """What queries `[B, H, L, M]` see of a state `[B, Hkv, …]`: the largest term of each denominator is 1 for positive
+    features.
+    """
+    B, H, L = q.log.shape[:3]
+    K = state.outer.shape[1]
+    if K != H:
+        q = q.map(lambda x: x.reshape(B, K, -1, x.shape[-1]))
+    q = q.raised(state.log_scale, reuse=True)
+    scale = q.largest(-1)
+    phi = q.divided(scale, reuse=True)
+    part = product(phi, state.outer), product(phi, state.total), scale
+    return Partial(*(x.reshape(B, H, L, -1) for x in part) if K != H else part)
+
+
+def running_states(
+    k: Features, v: Tensor, carry: State, ended: Tensor | None = None, backward: bool = False
+) -> tuple[State, State]:
+    """The state before each tile of keys `[B, Hkv, T, C, …]` (after it, if `backward`), and the one after all of them.
+
+    `carry` is what came before the first. `ended` `[B, 1, T, 1, 1]` is True for tiles that begin with an empty state.
+    """
+    step = -1 if backward else 1
+    tiles = range(v.shape[2])[::step]
+    scale = k.largest(-2)
+    largest = carry.log_scale.detach()
+    before, after = [], []  # the largest log-features: small tensors
+    for t in tiles:
+        before.append(largest)
+        kept = largest if ended is None else largest.masked_fill(ended[:, :, t], -torch.inf)
+        largest = torch.maximum(kept, scale[:, :, t])
+        after.append(largest)
+    scales, joined = (torch.stack(x[::step], dim=2) for x in (before, after))
+    phi = k.divided(joined)
+    outer, total = product(phi.transpose(-1, -2), v), phi.sum(-2).unsqueeze(-1)
+    decay = exp_less(scales, joined).transpose(-1, -2)
+    if ended is not None:
+        decay = decay.masked_fill(ended, 0)
+    outers, last_outer = _decayed_sums(outer, decay, carry.outer, backward)
+    totals, last_total = _decayed_sums(total, decay, carry.total, backward)
+    return State(scales, outers, totals), State(largest, last_outer, last_total)
+
+
+def _decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    """s ← terms_t + decay_t · s along dimension 2: the sum before each step, and the one after all of them."""
+    count = terms.shape[2]
+    step = -1 if backward else 1
+    if not may_overwrite():
+        sums = [start]
+        for t in range(count)[::step]:
+            sums.append(torch.addcmul(terms[:, :, t], decay[:, :, t], sums[-1]))
+        last = sums.pop()
+        return torch.stack(sums[::step], dim=2), last
+    shape = (*terms.shape[:2], count, *terms.shape[3:])
+    before = fresh(shape, terms)
+    before = torch.empty(shape, dtype=terms.dtype, device=terms.device) if before is None else before
+    last = torch.empty_like(start)
+    order = range(count)[::step]
+    before[:, :, order[0]] = start
+    for t, following in zip(order, [*order[1:], None], strict=True):
+        place = last if following is None else before[:, :, following]
+        torch.addcmul(terms[:, :, t], decay[:, :, t], before[:, :, t], out=place)
+    return before, last
+
+
+def attend_tiles(
     q: Features,
     k: Features,
     v: Tensor,
-    key_mask: Tensor | None,
-    causal: bool,
-    segments: Tensor | None,
-    outside: int | None,
+    allowed: Tensor,
+    left: int,
+    right: int,
+    beyond: list[tuple[State, Tensor | None]],
 ) -> Partial:
-    """Pairs within a neighbourhood of tiles one by one; all that lies before (and after) it through its sums."""
-    B, K, L, _ = v.shape
-    H = q.log.shape[1]
-    visible = visible_tiles(key_mask, B, L, TILE, v.device)
-    k = k.map(lambda x: into_tiles(x, TILE))
-    k = Features(k.log.masked_fill(~visible, -torch.inf), k.factor)
-    v = into_tiles(v, TILE)
-    q = q.map(lambda x: queries_into_tiles(x, TILE, K))
-    tile_segments = None if segments is None else into_tiles(segments[:, None, :, None], TILE)
+    """Queries `[B, Hkv, T, G·C, …]` over the `allowed` keys of their neighbourhood, pair by pair, and over all that
+    lies `beyond`: states `[B, Hkv, T, …]`, each with the queries that may read it, if not all.
+    """
+    groups = q.log.shape[3] // allowed.shape[3]
+    allowed = allowed.to(v.dtype)
+    q_scale, k_scale = q.largest(-1), k.largest(-1)
+    shape = (*v.shape[:2], q.log.shape[2], allowed.shape[3], allowed.shape[4])
+    pair_scale = neighbourhood(k_scale, left, right).transpose(-1, -2)  # c_j
+    pair_scale = torch.add(pair_scale, allowed.log(), out=fresh(shape, v))
+    scale = _repeat(pair_scale.amax(-1, keepdim=True), groups) + q_scale
+    reads = []
+    for state, mine in beyond:
+        read = q.raised(state.log_scale)
+        reads.append(read if mine is None else read.only(_repeat(mine, groups)))
+        scale = torch.maximum(scale, reads[-1].largest(-1))
 
-    tiles = v.shape[2]
-    left = min(-(-(outside or 0) // TILE), tiles - 1)
-    right = 0 if causal else left
-    allowed = pairs(visible, tile_segments, left, right, causal, (None, outside))
-    parts = [_pairwise(q, k, v, allowed, left, right), _read_beyond(q, k, v, tile_segments, left, backward=False)]
-    if not causal:
-        parts.append(_read_beyond(q, k, v, tile_segments, right, backward=True))
-    return Partial(*(queries_from_tiles(x, H, L) for x in merge(*parts)))
-
-
-def _pairwise(q: Features, k: Features, v: Tensor, allowed: Tensor, left: int, right: int) -> Partial:
-    """φ(q_i)ᵀφ(k_j) pair by pair within the neighbourhood of each tile."""
-    q_scale, k_scale = _largest(q.log, -1), _largest(k.log, -1)
-    weights = _scaled(q, q_scale) @ neighbourhood(_scaled(k, k_scale), left, right).transpose(-1, -2)
-    scale = neighbourhood(k_scale, left, right, fill=-torch.inf).transpose(-1, -2).masked_fill(~allowed, -torch.inf)
-    m = _largest(scale, -1)
-    groups = weights.shape[3] // allowed.shape[3]
-    weights = weights.unflatten(3, (groups, -1)) * torch.exp(scale - finite(m)).unsqueeze(3)
-    weights = weights.flatten(3, 4)
-    log_scale = m.repeat(1, 1, 1, groups, 1) + q_scale
-    return Partial(weights @ neighbourhood(v, left, right), weights.sum(-1, keepdim=True), log_scale)
+    offsets = exp_less(_repeat(pair_scale, groups), scale - q_scale, reuse=True).mul_(_repeat(allowed, groups))
+    phi, psi = q.divided(q_scale, reuse=True), neighbourhood(k.divided(k_scale, reuse=True), left, right)
+    weights = product(phi, psi.transpose(-1, -2)).mul_(offsets)
+    numerator, denominator = product(weights, neighbourhood(v, left, right)), weights.sum(-1, keepdim=True)
+    for read, (state, _) in zip(reads, beyond, strict=True):
+        phi = read.divided(scale, reuse=True)
+        numerator = product(phi, state.outer, numerator)
+        denominator = product(phi, state.total, denominator)
+    return Partial(numerator, denominator, scale)
 
 
-def _read_beyond(q: Features, k: Features, v: Tensor, segments: Tensor | None, lag: int, backward: bool) -> Partial:
-    """What each tile sees of all tiles more than `lag` before it (after it, if `backward`)."""
-    edges = None  # [B, 1, T, 1, 1]: beyond a tile reaches only the segment of its last (first) position
-    if segments is not None:
-        edges = segments[:, :, :, 0 if backward else -1, None]
-        k = Features(k.log.masked_fill(segments != edges, -torch.inf), k.factor)
-    sums = _sum_keys(k, v)
-    tiles, step = v.shape[2], -1 if backward else 1
-    state = State(*(torch.zeros_like(x[:, :, 0]) for x in sums))
-    state = state._replace(log_scale=torch.full_like(state.log_scale, -torch.inf))
-    states: list[State] = []
-    for t in range(tiles)[::step]:
-        states.append(state)
-        if edges is not None and len(states) > 1:
-            ended = edges[:, :, t - step] != edges[:, :, t]
-            state = state._replace(log_scale=state.log_scale.masked_fill(ended, -torch.inf))
-        state = combine(state, State(*(x[:, :, t] for x in sums)))
-    states = ([states[0]] * lag + states[: tiles - lag])[::step]
-    part = _read(q, State(*(torch.stack(x, dim=2) for x in zip(*states, strict=True))))
-    if segments is not None and edges is not None:
-        owners = edges.roll(step * (lag + 1), dims=2)  # what wraps around is empty
-        foreign = (segments != owners).repeat(1, 1, 1, part.log_scale.shape[3] // segments.shape[3], 1)
-        part = part._replace(log_scale=part.log_scale.masked_fill(foreign, -torch.inf))
-    return part
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    """Rows of a tile once for each query head that shares its keys."""
+    return x if groups == 1 else x.repeat(1, 1, 1, groups, 1)

@@ -1,0 +1,119 @@
+"""From which length on a mechanism is faster than softmax: out of measured times, or out of result files.
+
+`hf-rfattn bench ops` and `bench model` write their crossovers into their results, one for each mechanism, number of
+features, direction and pass: {attention, features, head_dim, causal, training, dtype, length, interpolated, lengths}.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .results import SCHEMA_VERSION, hardware, machine
+
+FOLDER = Path("bench_out")  # where benchmarks write unless told otherwise
+
+
+def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> tuple[int | None, int | None]:
+    """The shortest measured length from which on a mechanism stays faster than softmax, and where between the measured
+    lengths the two are equally fast.
+
+    The first is None for a mechanism that is not faster at the longest length. The second, read off a straight line
+    between two points of a log-log plot, is None too where there is nothing to read it from: a mechanism that is faster
+    at the shortest length already.
+
+    >>> measured_crossover([128, 256, 512, 1024], [0.25, 0.5, 2.0, 4.0])
+    (512, 362)
+    >>> measured_crossover([128, 256, 512], [1.5, 0.9, 0.95])
+    (None, None)
+    """
+    rows = sorted(zip(lengths, speed_over_softmax, strict=True))
+    faster = len(rows)  # rows from here on are faster
+    while faster and rows[faster - 1][1] > 1:
+        faster -= 1
+    if faster == len(rows):
+        return None, None
+    length, speed = rows[faster]
+    if not faster:
+        return length, None
+    before, slower = rows[faster - 1]
+    share = math.log(1 / slower) / math.log(speed / slower)
+    return length, round(before * (length / before) ** share)
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """`length`: from which on it was faster; None if it was at no length measured. `source`: what was measured, where,
+    and the file that says so.
+    """
+
+    length: int | None
+    source: str
+    threads: int
+
+
+def find_crossover(
+    mechanism: str,
+    *,
+    head_dim: int,
+    num_features: int | None,
+    causal: bool,
+    training: bool = False,
+    folder: Path | None = None,
+) -> Crossover | None:
+    """What benchmarks on this machine found; None if there are none of this mechanism and direction.
+
+    Results are looked for in `folder`, by default `bench_out` where this process runs. Of those whose processor is that
+    of this machine, the one measured with the nearest head size and then the nearest number of features counts (the
+    head size, if None is given); of equals the latest. Float32 goes before other types, and `bench ops`, which measures
+    more lengths, before `bench model`.
+
+    >>> find_crossover("favor+", head_dim=64, num_features=None, causal=False, folder=Path("no-such-folder")) is None
+    True
+    """
+    wanted = head_dim if num_features is None else num_features
+    here = hardware()
+
+    def distance(candidate: tuple[Path, Mapping[str, Any], Mapping[str, Any]]) -> tuple[float, float, bool, bool]:
+        _, document, found = candidate
+        features = found["features"] or 1  # a band has none
+        sizes = abs(math.log(found["head_dim"] / head_dim)), abs(math.log(features / wanted))
+        return (*sizes, found["dtype"] != "float32", document["kind"] != "bench ops")
+
+    candidates = [
+        (path, document, found)
+        for path, document in sorted(_results(folder or FOLDER), key=lambda each: each[1]["created"], reverse=True)
+        if all(document["hardware"][key] == here[key] for key in ("device", "cpu", "cores"))
+        for found in document["crossovers"]
+        if (found["attention"], found["causal"], found["training"]) == (mechanism, causal, training)
+    ]
+    if not candidates:
+        return None
+    path, document, found = min(candidates, key=distance)
+    return Crossover(found["length"], _source(path, document, found), document["hardware"]["threads"])
+
+
+def _results(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Result files with crossovers; whatever else lies in the folder is not our business."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            continue
+        if not isinstance(document, dict) or document.get("schema_version") != SCHEMA_VERSION:
+            continue
+        if str(document.get("kind")).startswith("bench ") and isinstance(document.get("crossovers"), list):
+            yield path, document
+
+
+def _source(path: Path, document: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    features = f", {found['features']} features" if found["features"] else ""
+    direction = "causal" if found["causal"] else "bidirectional"
+    lengths = found["lengths"]
+    return (
+        f"{path}: {document['kind'].removeprefix('bench ')}, {found['attention']}{features}, heads of "
+        f"{found['head_dim']}, {direction} {'training' if found['training'] else 'inference'}, {found['dtype']}, "
+        f"{lengths[0]:,} to {lengths[-1]:,} tokens, {machine(document['hardware'])}"
+    )

@@ -1,0 +1,35 @@
+"""Types and devices that benchmarks can be asked for, and whether this machine has them."""
+
+import subprocess
+import sys
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+
+
+def check_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not possible; choose one of {', '.join(DTYPES)}.")
+
+
+def check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} is not possible here. {error}") from error
+
+
+def check_bfloat16_products() -> None:
+    """Raise if a product in bfloat16 would end this process; another process tries.
+
+    Some virtual machines announce matrix instructions that they do not have.
+    """
+    finished = subprocess.run([sys.executable, "-c", _PRODUCT], capture_output=True, text=True)
+    if finished.returncode:
+        raise ValueError(
+            f"Products in bfloat16 end the process on this machine (exit code {finished.returncode}). Leave bfloat16 "
+            "out of --dtypes, or set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and try again."
+        )

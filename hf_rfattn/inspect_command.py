@@ -1,0 +1,318 @@
+"""`hf-rfattn inspect MODEL`: what patching would do to a model, what that costs, and from which length on it pays."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .commands import (
+    errors_without_traceback,
+    in_bytes,
+    load_config,
+    model_class,
+    option_values,
+    parse_attention,
+    parse_numbers,
+    si,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from .integration.discovery import AttentionSite
+    from .mechanisms import Mechanism, MechanismConfig
+
+MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic
+LENGTHS = "128,512,2048,8192"
+
+
+def inspect_model(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a model's name on the Hub.")],
+    more: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE", help="The same as --options.")] = None,
+    attention: Annotated[str, typer.Option(help="A mechanism of `hf-rfattn list`.")] = "favor+",
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--options", metavar="NAME=VALUE ...", help="Options of the mechanism; values are JSON or plain text."
+        ),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Sequence lengths to count for.")] = LENGTHS,
+    measurements: Annotated[
+        Path, typer.Option(help="Folder of what `hf-rfattn bench` has measured on this machine.")
+    ] = Path("bench_out"),
+    text: Annotated[str | None, typer.Option(help="Measure the error on this text; loads the weights.")] = None,
+    text_file: Annotated[Path | None, typer.Option(help="The same, on the text of a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """What patch_model would do to MODEL: what is patched, what stays softmax and why, what it costs, when it pays.
+
+    Without a text only the model's config is read. From which length on it pays is what `hf-rfattn bench` has measured
+    on this machine, or else a count of multiply-adds.
+    """
+    with errors_without_traceback():
+        counted = parse_numbers("--lengths", lengths, LENGTHS)
+        config = parse_attention(attention, [*(options or []), *(more or [])])
+        text = _read_text(text, text_file)
+        report = _inspect(model, config, counted, measurements, text)
+    if as_json:
+        print(json.dumps(report, indent=2, default=lambda error: error.to_dict()))
+    else:
+        _print_report(report, Console())
+
+
+def _read_text(text: str | None, file: Path | None) -> str | None:
+    if text is not None and file is not None:
+        raise ValueError("Give --text or --text-file, not both.")
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    if text is not None and not text.strip():
+        raise ValueError("The text is empty.")
+    return text
+
+
+def _inspect(
+    name: str, config: "MechanismConfig", lengths: list[int], measurements: Path, text: str | None
+) -> dict[str, Any]:
+    """The report as a JSON document, but for the error, which stays an object."""
+    import torch
+    import transformers
+
+    from .integration.cost import crossover_length, is_causal
+    from .integration.discovery import find_attention
+    from .integration.positions import learned_positions
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model_config = load_config(name)
+    cls = model_class(model_config)
+    with torch.device("meta"):
+        model = cls.from_config(model_config) if hasattr(cls, "from_config") else cls(model_config)
+    sites = find_attention(model)
+    _patch(model, config)
+    dtype = _dtype(model_config)
+    patched: list[tuple[Mechanism, bool]] = [(s.module.rf, is_causal(s)) for s in sites if s.module.rf is not None]  # type: ignore[misc]
+    return {
+        "model": name,
+        "model_type": model_config.model_type,
+        "class": type(model).__name__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention": config.to_dict(),
+        "learned_positions": learned_positions(model),
+        "modules": [_site_document(site) for site in sites],
+        "costs": [_costs(patched, length, dtype) for length in lengths],
+        "crossover_length": crossover_length(patched),
+        "pays": _pays(patched, measurements),
+        **({} if text is None else _measure_error(name, cls, config, text)),
+    }
+
+
+def _dtype(config: Any) -> "torch.dtype":
+    import torch
+
+    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _patch(model: "PreTrainedModel", config: "MechanismConfig") -> None:
+    """patch_model itself, so that what is shown is what it does; its warnings are part of the report."""
+    import warnings
+
+    from . import patch_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        patch_model(model, config)
+
+
+def _site_document(site: "AttentionSite") -> dict[str, Any]:
+    from .integration.cost import is_causal
+
+    mechanism = getattr(site.module, "rf", None)
+    reason = site.refusal or ("cross-attention stays softmax unless cross_attention=True" if site.cross else None)
+    return {
+        "name": site.name,
+        "layer": site.index,
+        "kind": "cross" if site.cross else "causal" if is_causal(site) else "bidirectional",
+        "num_heads": site.num_heads,
+        "num_kv_heads": site.num_kv_heads,
+        "head_dim": site.head_dim,
+        "attention": "softmax" if mechanism is None else mechanism.config.name,
+        "num_features": None if mechanism is None else mechanism.num_features,
+        "reason": reason if mechanism is None else None,
+    }
+
+
+def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.dtype") -> dict[str, int]:
+    """Multiply-adds and memory of all patched modules, one sequence."""
+    from .integration.cost import attention_cost
+
+    cost: dict[str, int] = {"length": length, "multiply_adds": 0, "softmax_multiply_adds": 0}
+    for mechanism, causal in patched:
+        one = attention_cost(mechanism, length, causal=causal, dtype=dtype)
+        keys = ("state_bytes", "kv_cache_bytes") if causal else ("feature_bytes", "score_matrix_bytes")
+        counts = (one.multiply_adds, one.softmax_multiply_adds, one.memory, one.softmax_memory)
+        for key, value in zip(("multiply_adds", "softmax_multiply_adds", *keys), counts, strict=True):
+            cost[key] = cost.get(key, 0) + value
+    return cost
+
+
+def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[dict[str, Any]]:
+    """From which length on patched modules of each kind pay: measured on this machine, or counted where they are not.
+
+    A count does not tell training from inference; it is given for what was not measured at all.
+    """
+    from .bench.crossover import find_crossover
+    from .integration.cost import crossover_length
+
+    kinds: dict[tuple[bool, int, int], list[tuple[Mechanism, bool]]] = {}
+    for mechanism, causal in patched:
+        kinds.setdefault((causal, mechanism.head_dim, mechanism.num_features), []).append((mechanism, causal))
+    rows = []
+    for (causal, head_dim, num_features), modules in kinds.items():
+        kind = {"kind": "causal" if causal else "bidirectional", "head_dim": head_dim, "num_features": num_features}
+        measured = [
+            {**kind, "in": use, "length": found.length, "known": "measured", "source": found.source}
+            for use in ("inference", "training")
+            if (
+                found := find_crossover(
+                    modules[0][0].config.name,
+                    head_dim=head_dim,
+                    num_features=num_features or None,
+                    causal=causal,
+                    training=use == "training",
+                    folder=measurements,
+                )
+            )
+        ]
+        counted = {**kind, "in": None, "length": crossover_length(modules), "known": "counted", "source": None}
+        rows += measured or [counted]
+    return rows
+
+
+def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) -> dict[str, Any]:
+    """Number of tokens of the text that were used, and the error on them."""
+    from transformers import AutoTokenizer
+
+    from . import attention_error
+    from .integration.positions import learned_positions
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = cls.from_pretrained(name).eval()
+    positions = learned_positions(model) or getattr(model.config, "max_position_embeddings", None)
+    limits = (tokenizer.model_max_length, positions, MOST_TOKENS)
+    batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
+    _patch(model, config)
+    return {"tokens": batch["input_ids"].numel(), "error": attention_error(model, batch)}
+
+
+def _print_report(report: dict[str, Any], console: Console) -> None:
+    name = report["attention"]["mechanism"]
+    options = {k: v for k, v in report["attention"].items() if k != "mechanism"}
+    console.print(f"{report['model']}: {report['class']}, {report['dtype']}", highlight=False, markup=False)
+    console.print(f"{name}: {option_values(options) or 'no options'}\n", highlight=False, markup=False)
+    _print_modules(report["modules"], console)
+    _print_costs(report, console)
+    _print_pays(report["pays"], console)
+    if report["learned_positions"] is not None:
+        console.print(
+            f"\nThe model has learned positions for {report['learned_positions']:,} tokens. For longer inputs: "
+            "hf_rfattn.extend_positions, or `hf-rfattn patch ... --max-length`.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    if "error" in report:
+        console.print(
+            f"\nError on {report['tokens']} tokens of the text, weights as they are:\n{report['error']}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _print_modules(modules: list[dict[str, Any]], console: Console) -> None:
+    """One row for all modules that differ in their layer alone."""
+    from .integration.patching import format_layers
+
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for module in modules:
+        parts = module["name"].split(".")
+        last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=None)
+        if last is not None:
+            parts[last] = "*"
+        rest = {k: v for k, v in module.items() if k not in ("name", "layer")}
+        groups.setdefault((".".join(parts), *rest.values()), []).append(module["layer"])
+    table = Table(box=None, pad_edge=False)
+    table.add_column("modules", overflow="fold")
+    for title in ("layers", "sees", "heads", "kv heads", "head size", "attention", "features"):
+        table.add_column(title)
+    reasons = []
+    for (name, kind, heads, kv_heads, head_dim, attention, features, reason), layers in groups.items():
+        sees = {"causal": "the past", "bidirectional": "all", "cross": "the encoder"}[kind]
+        table.add_row(
+            name,
+            format_layers(layers).replace(",", ", "),
+            sees,
+            *map(str, (heads, kv_heads, head_dim, attention)),
+            "" if features is None else str(features),
+        )
+        if reason:
+            reasons.append(f"{name} stays softmax: {reason}.")
+    console.print(table, markup=False)
+    for reason in reasons:
+        console.print(reason, highlight=False, markup=False)
+
+
+def _print_costs(report: dict[str, Any], console: Console) -> None:
+    name = report["attention"]["mechanism"]
+    memory = {
+        "kv_cache_bytes": "softmax: KV cache",
+        "state_bytes": f"{name}: state",
+        "score_matrix_bytes": "softmax: scores",
+        "feature_bytes": f"{name}: features",
+    }
+    memory = {key: title for key, title in memory.items() if key in report["costs"][0]}
+    console.print("\nAll patched modules together, one sequence, counted:", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("length", "softmax: mult-adds", f"{name}: mult-adds", "ratio", *memory.values()):
+        table.add_column(title, justify="right")
+    for cost in report["costs"]:
+        table.add_row(
+            str(cost["length"]),
+            si(cost["softmax_multiply_adds"]),
+            si(cost["multiply_adds"]),
+            f"{cost['multiply_adds'] / cost['softmax_multiply_adds']:.3g}",
+            *(in_bytes(cost[key]) for key in memory),
+        )
+    console.print(table, markup=False)
+    if "state_bytes" in memory:
+        console.print("State: all that generate() keeps of a sequence, in float32; the KV cache grows by every token.")
+    if "feature_bytes" in memory:
+        console.print("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
+
+
+def _print_pays(rows: list[dict[str, Any]], console: Console) -> None:
+    console.print("\nFrom which length on it pays:", highlight=False)
+    several = len({(row["kind"], row["head_dim"], row["num_features"]) for row in rows}) > len(
+        {r["kind"] for r in rows}
+    )
+    for row in rows:
+        what = row["kind"] + (f", heads of {row['head_dim']}, {row['num_features']} features" if several else "")
+        when = f"from {row['length']:,} on" if row["length"] else "at no length"
+        if row["known"] == "measured":
+            line = f"{what}, {row['in']}: {when}, measured here: {row['source']}."
+        else:
+            line = f"{what}: {when}, counted."
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    notes = {
+        "measured": "Measured with the nearest head size and number of features; other options are the benchmark's.",
+        "counted": "Counted in multiply-adds, which is optimistic: in time it pays later. `hf-rfattn bench ops` "
+        "measures this machine.",
+    }
+    for known, note in notes.items():
+        if any(row["known"] == known for row in rows):
+            console.print(note, highlight=False, markup=False, soft_wrap=True)

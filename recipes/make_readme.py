@@ -1,0 +1,266 @@
+"""The parts of README.md that hold numbers, made from the result files in recipes/results and from nothing else.
+
+A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
+documents (by file name) to Markdown, add it to `SECTIONS`, and put its markers where it belongs. Plots that a part
+shows and that do not lie beside their result file yet are drawn. Run it with `make readme`; again, and nothing changes.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_rfattn.bench import decode_report, model_report, ops_report
+from hf_rfattn.bench.bars import AT_LEAST, MET
+from hf_rfattn.bench.peers import NAMES as PEERS
+from hf_rfattn.bench.plotting import SOFTMAX
+from hf_rfattn.bench.results import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of those measured; the files hold all
+
+Results = dict[str, dict[str, Any]]
+
+
+def main(
+    readme: Annotated[Path, typer.Option(help="The file to fill.")] = ROOT / "README.md",
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = ROOT / "recipes" / "results",
+) -> None:
+    """Fill the marked parts of README.md from result files."""
+    documents = read_documents(results)
+    draw_missing_plots(documents, results)
+    before = readme.read_text(encoding="utf-8")
+    after = fill(before, documents)
+    if after != before:
+        readme.write_text(after, encoding="utf-8")
+    print(f"{readme}: {'as it was' if after == before else 'filled anew'}, from {len(documents)} result files")
+
+
+def read_documents(folder: Path) -> Results:
+    """By file name."""
+    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def fill(text: str, documents: Results) -> str:
+    """The same text with every marked part made anew."""
+    for name, make in SECTIONS:
+        pattern = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", flags=re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"README.md must have <!-- {name}:start --> and <!-- {name}:end --> once each.")
+        made = make(documents).rstrip("\n")
+        text = pattern.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
+    return text
+
+
+def draw_missing_plots(documents: Results, folder: Path) -> None:
+    """Beside result files whose plots the text shows."""
+    draw: dict[str, Callable[[Any], Any]] = {
+        "bench ops": lambda document: ops_report.plot(document, document["dtypes"][0]),
+        "bench model": model_report.plot,
+        "bench decode": decode_report.plot,
+    }
+    for name, document in documents.items():
+        path = (folder / name).with_suffix(".png")
+        if document["kind"] in draw and not path.exists():
+            draw[document["kind"]](document).savefig(path, dpi=150)
+
+
+def of_kind(documents: Results, kind: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, document) for name, document in documents.items() if document["kind"] == kind]
+
+
+# The speed part -----------------------------------------------------------------------------------------------------
+
+
+def speed(documents: Results) -> str:
+    """One layer by length, peers, what was aimed at, whole models, generation."""
+    ops, models = of_kind(documents, "bench ops"), of_kind(documents, "bench model")
+    decode = of_kind(documents, "bench decode")
+    alone = [each for each in ops if not each[1]["peers"]] or ops
+    paragraphs = [
+        *(paragraph for name, document in alone for paragraph in _ops(name, document)),
+        *(paragraph for name, document in ops if document["peers"] for paragraph in _peers(name, document)),
+        *_bars([document for _, document in sorted(ops, key=lambda each: not each[1]["peers"])]),
+        *(paragraph for name, document in models for paragraph in _model(name, document)),
+        *(paragraph for name, document in decode for paragraph in _decode(name, document)),
+    ]
+    return "\n\n".join(paragraphs or ["Nothing has been measured yet."])
+
+
+def _machine(document: dict[str, Any]) -> str:
+    return f"{machine(document['hardware'])}, torch {document['versions']['torch']}"
+
+
+def _link(name: str) -> str:
+    return f"[{name}](recipes/results/{name})"
+
+
+def _image(name: str, what: str) -> str:
+    return f"![{what}](recipes/results/{Path(name).with_suffix('.png')})"
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    headings = list(headings)
+    lines = [headings, ["---"] * len(headings), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} ×" if value < 10 else f"{value:.1f} ×"
+
+
+def _passes(document: dict[str, Any]) -> list[tuple[bool, bool]]:
+    return list(product(document["causal"], document["training"]))
+
+
+def _shown(lengths: list[int]) -> list[int]:
+    return [length for length in lengths if length in SHOWN_LENGTHS] or lengths
+
+
+def _ops(name: str, document: dict[str, Any]) -> Iterator[str]:
+    shape, lengths = document["shape"], _shown(document["lengths"])
+    heads = f"{shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
+    yield (
+        f"**One attention layer**, {heads}, on {_machine(document)}: speed over `scaled_dot_product_attention`, by "
+        f"length ({_link(name)} has all lengths, times and spreads; `hf-rfattn bench ops` measures yours)."
+    )
+    rows = []
+    for dtype, (causal, training) in product(document["dtypes"], _passes(document)):
+        cells = ops_report.cells_of(document, kind="mechanism", dtype=dtype, causal=causal, training=training)
+        for _, attention, features in ops_report.variants(cells):
+            speeds = {
+                cell["length"]: cell["speed_over_softmax"]
+                for cell in cells
+                if (cell["name"], cell["features"]) == (attention, features)
+            }
+            what = f"{attention}, M = {features}" if features else attention
+            label = ops_report.name_of_round(causal, training, dtype)
+            rows.append([label, what, *(_times(speeds.get(length)) for length in lengths)])
+    yield _table(["", "", *(f"{length:,} tokens" for length in lengths)], rows)
+    yield _image(
+        name, "Time of one attention layer by length, log-log, with the lengths where mechanisms cross softmax"
+    )
+    yield from _softmax_is_better(document)
+
+
+def _softmax_is_better(document: dict[str, Any]) -> Iterator[str]:
+    """Said plainly, for each mechanism, in float32 (or the first type there is)."""
+    dtype = document["dtypes"][0]
+    for causal, training in _passes(document):
+        found = [
+            each
+            for each in document["crossovers"]
+            if (each["causal"], each["training"], each["dtype"]) == (causal, training, dtype)
+        ]
+        if not found:
+            continue
+        below = []
+        for each in found:
+            what = f"`{each['attention']}`" + (f" with M = {each['features']}" if each["features"] else "")
+            if each["length"] is None:
+                below.append(f"{what} at every length measured (up to {max(each['lengths']):,})")
+            elif each["interpolated"] is None:
+                below.append(f"{what} at no length measured (from {min(each['lengths']):,} on)")
+            else:
+                below.append(f"{what} below about {each['interpolated']:,} tokens")
+        where = ops_report.name_of_round(causal, training, dtype)
+        yield f"**Softmax is the better choice** ({where}) over {', over '.join(below)}."
+
+
+def _peers(name: str, document: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"**Other libraries**, float32, as many features as ours, in one run on {_machine(document)}: speed of "
+        f"`favor+` over theirs ({_link(name)}; `make peers`, then `make bench-peers`)."
+    )
+    rows = []
+    lengths = _shown(document["lengths"])
+    for causal, training in _passes(document):
+        cells = ops_report.cells_of(document, kind="mechanism", name="favor+", causal=causal, training=training)
+        for features, peer in product(dict.fromkeys(cell["features"] for cell in cells), PEERS):
+            speeds = {
+                cell["length"]: cell["speed_over_peers"][peer]
+                for cell in cells
+                if cell["features"] == features and peer in cell.get("speed_over_peers", {})
+            }
+            if speeds:
+                label = f"{ops_report.name_of_round(causal, training)}, M = {features}"
+                rows.append([label, peer, *(_times(speeds.get(length)) for length in lengths)])
+    yield _table(["", "over", *(f"{length:,} tokens" for length in lengths)], rows)
+    yield _image(name, "Time of one attention layer by length, this package and other libraries, log-log")
+    checks = [check for check in document["checks"] if check["kind"] == "peer"]
+    if checks:
+        worst = max(checks, key=lambda check: check["deviation_at_magnitude_1"] or 0)
+        failed = ", ".join(sorted({check["name"] for check in checks if not check["passed"]}))
+        yield (
+            f"Each was compared with the definition first, to within {checks[0]['tolerance']}, on queries and keys of "
+            f"standard deviation {checks[0]['magnitude']}: {f'{failed} failed' if failed else 'all passed'}. "
+            f"At standard deviation 1 their epsilons take over: there {worst['name']} is off by "
+            f"{100 * (worst['deviation_at_magnitude_1'] or 0):.0f} %."
+        )
+
+
+def _bars(documents: list[dict[str, Any]]) -> Iterator[str]:
+    """Out of the first run that has any."""
+    for document in documents:
+        if document["bars"]:
+            met = f"{sum(bar['met'] is True for bar in document['bars'])} of {len(document['bars'])} met"
+            yield f"**What was aimed at**, `favor+` in float32 on {_machine(document)}: {met}."
+            rows = []
+            for bar in document["bars"]:
+                sign = "≥" if bar["relation"] == AT_LEAST else "≤"
+                value = "–" if bar["value"] is None else f"{bar['value']:,.4g} {bar['unit']}"
+                rows.append(
+                    [bar["what"], f"{sign} {bar['bound']:,} {bar['unit']}", value, bar["where"], MET[bar["met"]]]
+                )
+            yield _table(["", "aim", "measured", "where", ""], rows)
+            return
+
+
+def _model(name: str, document: dict[str, Any]) -> Iterator[str]:
+    model = document["model"]
+    yield (
+        f"**A whole model**: {model['name']} ({model['layers']} layers of {model['heads']} heads), {model['dtype']}, "
+        f"on {_machine(document)}: speed over softmax, and the memory of a step ({_link(name)}; "
+        "`hf-rfattn bench model`)."
+    )
+    rows = []
+    for training, attention in product(document["training"], [SOFTMAX, *document["attention"]]):
+        cells = model_report.rows_of(document, attention, training)
+        row = []
+        for cell in cells:
+            size = "" if cell["step_bytes"] is None else f", {cell['step_bytes'] / 2**20:,.0f} MiB"
+            first = f"{cell['tokens_per_second']:,.0f} tokens/s" if attention == SOFTMAX else None
+            row.append((first or _times(cell["speed_over_softmax"])) + size)
+        rows.append([model_report.name_of_pass(training), attention, *row])
+    yield _table(["", "", *(f"{length:,} tokens" for length in document["lengths"])], rows)
+    crossings = [
+        f"{each['attention']}, {model_report.name_of_pass(each['training'])}: {ops_report.crossover_text(each)}"
+        for each in document["crossovers"]
+    ]
+    yield f"Faster than softmax from (about where the two are equal): {'; '.join(crossings)}."
+    yield _image(name, f"{model['name']}: time and memory by length, log-log")
+
+
+def _decode(name: str, document: dict[str, Any]) -> Iterator[str]:
+    model, cells = document["model"], decode_report.measured(document)
+    batch = document["batches"][0]
+    yield (
+        f"**Generating a token**: {model['name']}, batch {batch}, {model['dtype']}, on {_machine(document)}: "
+        f"milliseconds by tokens in the cache ({_link(name)}; `hf-rfattn bench decode`)."
+    )
+    rows = []
+    for attention in [SOFTMAX, *document["attention"]]:
+        row = [cells.get((attention, batch, context)) for context in document["contexts"]]
+        rows.append([attention, *("–" if cell is None else f"{cell['ms_per_token']['median']:.1f}" for cell in row)])
+    yield _table(["", *(f"{context:,} tokens" for context in document["contexts"])], rows)
+
+
+SECTIONS: list[tuple[str, Callable[[Results], str]]] = [("speed", speed)]
+
+
+if __name__ == "__main__":
+    typer.run(main)

