@@ -172,9 +172,11 @@ def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: Run
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
         names = {type(m).__name__ for m in layers if all(child is not embedding for child in m.modules())}
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(names)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has seen no loader to read this from
-        share = options.batch_size // accelerator.num_processes // options.accumulate
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = share
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = options.batch_size // accelerator.num_processes // options.accumulate
+        config["gradient_accumulation_steps"] = options.accumulate
+        config["gradient_clipping"] = options.max_gradient_norm
 
 
 def quiet(accelerator: Accelerator) -> None:
