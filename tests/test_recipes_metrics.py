@@ -1,5 +1,6 @@
 """The metrics of the recipes against published examples, and against scikit-learn and scipy."""
 
+import doctest
 import math
 
 import evaluate
@@ -9,6 +10,7 @@ import scipy.stats
 import sklearn.metrics
 from metrics.glue.glue import METRICS, Glue
 from metrics.perplexity.perplexity import Perplexity
+from metrics.squad import squad
 from metrics.squad.squad import Squad, f1, normal_words
 from recipe_models import ROOT
 
@@ -91,6 +93,7 @@ def test_squad_2_as_published():
 
 
 def test_words_that_count():
+    assert doctest.testmod(squad).attempted and not doctest.testmod(squad).failed
     assert normal_words("An  answer: THE U.S.A.") == ["answer", "usa"]
     assert f1("in the year 1976", "1976") == pytest.approx(0.5)
     metric = Squad("v1", keep_in_memory=True)

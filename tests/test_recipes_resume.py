@@ -16,7 +16,7 @@ SNLI = ROOT / "recipes" / "finetune_snli.py"
 # dropout throws dice, favor+ redraws, best models come and go: all of it must be where it was
 OPTIONS = [
     "--data", "sample", "--attention", "favor+", "--redraw-every", 5, "--max-train-samples", 300,
-    "--max-eval-samples", 65, "--max-steps", 16, "--batch-size", 16, "--evaluate-every", 4, "--keep", "best",
+    "--max-eval-samples", 65, "--max-steps", 12, "--batch-size", 16, "--evaluate-every", 4, "--keep", "best",
     "--learning-rate", 1e-3, "--save-every", 2,
 ]  # fmt: skip
 

@@ -205,7 +205,7 @@ def test_sample_needs_attention(kind, bert, gpt2, tmp_path):
         "answers": (SQUAD, {"model": bert, "max_steps": 400, "stride": 4, "max_length": 32}, "exact_match"),
         "language": (
             LANGUAGE,
-            {"model": gpt2, "max_steps": 200, "max_length": 48, "learning_rate": 4e-3},
+            {"model": gpt2, "max_steps": 200, "max_length": 48, "learning_rate": 4e-3, "batch_size": 16},
             "perplexity",
         ),
     }[kind]
