@@ -116,19 +116,20 @@ class SquadTask(Task[SquadOptions]):
         for i, example in enumerate(examples):
             best, null = find_answer(example["context"], of_example[i], options.n_best, options.max_answer_length)
             text, doubt = (best[0]["text"], null - best[0]["score"]) if best else ("", float("inf"))
-            if self.second:
-                text = "" if doubt > options.null_threshold else text
-                answers.append({"id": example["id"], "prediction_text": text, "no_answer_probability": doubt})
-            else:
-                answers.append({"id": example["id"], "prediction_text": text})
+            doubts = {"no_answer_probability": doubt} if self.second else {}
+            answers.append({"id": example["id"], "prediction_text": text, **doubts})
         references = [{"id": row["id"], "answers": row["answers"]} for row in examples]
-        values = self.metric.compute(predictions=answers, references=references)
-        names = {"exact": "exact_match"} if self.second else {}
-        return {
-            names.get(name, name): Metric(value, int(values.get("total", len(answers))), 100)
-            for name, value in values.items()
-            if not name.endswith(("total", "thresh"))
-        }
+        threshold = {"no_answer_threshold": options.null_threshold} if self.second else {}
+        values = self.metric.compute(predictions=answers, references=references, **threshold)
+        if self.second:
+            values["exact_match"] = values.pop("exact")
+
+        def of_questions(name: str) -> int:
+            """How many of them a metric is about: HasAns_f1 is about HasAns_total."""
+            return values.get(f"{name.partition('_')[0]}_total", len(answers))
+
+        shown = {name: value for name, value in values.items() if not name.endswith(("total", "thresh"))}
+        return {name: Metric(value, of_questions(name), 100) for name, value in shown.items()}
 
 
 if __name__ == "__main__":

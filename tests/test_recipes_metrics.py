@@ -117,7 +117,9 @@ def test_best_threshold_of_squad_2(seed):
         {"id": str(i), "answers": {"text": ["yes"] if possible[i] else [], "answer_start": [0] if possible[i] else []}}
         for i in range(n)
     ]
-    found = Squad("v2", keep_in_memory=True).compute(predictions=predictions, references=references)
+    found = Squad("v2", keep_in_memory=True).compute(
+        predictions=predictions, references=references, no_answer_threshold=math.inf
+    )
 
     def score(threshold):
         silent = np.array(doubts) > threshold
@@ -125,6 +127,12 @@ def test_best_threshold_of_squad_2(seed):
 
     assert found["exact"] == pytest.approx(100 * np.where(possible, right, False).mean())
     assert found["NoAns_total"] == (~possible).sum() and found["HasAns_total"] == possible.sum()
+    for threshold in (-0.5, 0.0, 0.7):
+        silenced = Squad("v2", keep_in_memory=True).compute(
+            predictions=predictions, references=references, no_answer_threshold=threshold
+        )
+        assert silenced["exact"] == silenced["f1"] == pytest.approx(score(threshold))
+        assert silenced["best_exact"] == found["best_exact"]
     best = max(score(t) for t in [-math.inf, *doubts])
     # equal doubts are taken one by one, as in the official script, which can only find more
     assert best - 1e-9 <= found["best_exact"] <= best + 100 * 3 / n

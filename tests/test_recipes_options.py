@@ -54,6 +54,7 @@ def test_a_file_says_the_same(tmp_path):
         (["--learning-rate", "-1"], "--learning-rate must be above 0"),
         (["--weight-decay", "-1"], "--weight-decay must not be negative"),
         (["--resume", "--overwrite"], "give one of them"),
+        (["--eval-split", "train"], "trained on it"),
         (["--attention", "softmax", "--layers", "0"], "--layers belongs to a mechanism"),
         (["--attention-options", "a=1"], "--attention-options needs --attention"),
         (["--attention", "softmax", "--push-to-hub", "me/x"], "publishes patched models"),

@@ -102,6 +102,10 @@ def test_squad(request, tmp_path, family, version):
     assert {"exact_match", "f1"} <= set(result["metrics"])
     assert result["metrics"]["f1"]["n"] == 37 and result["metrics"]["f1"]["scale"] == 100
     assert ("best_f1" in result["metrics"]) == (version == "2")
+    if version == "2":
+        answerable, not_answerable = (result["metrics"][name]["n"] for name in ("HasAns_f1", "NoAns_exact"))
+        assert answerable + not_answerable == 37 and answerable > not_answerable > 0
+        assert result["metrics"]["best_f1"]["value"] >= result["metrics"]["f1"]["value"]
     assert result["windows"]["train"] >= 64
 
 

@@ -100,6 +100,8 @@ class RunOptions:
         for name in ("weight_decay", "warmup", "max_gradient_norm"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")
+        if self.eval_split == "train":
+            raise ValueError("--eval-split train: the model is trained on it.")
         if self.resume and self.overwrite:
             raise ValueError("--resume goes on with what --overwrite would delete; give one of them.")
         if self.attention in (None, "softmax"):

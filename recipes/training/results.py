@@ -1,5 +1,6 @@
 """The result file of a run, kind "task": what `hf-rfattn card` and comparisons are made from."""
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,7 @@ def finish_result(
         "history": progress.history,
         "attention_error": error,
         "checkpoint": checkpoint_fingerprint(loop.output / MODEL),
-        "command": command(),
+        "command": command(accelerator),
         "options": as_document(options),
         **prepared.facts,
     }
@@ -93,6 +94,14 @@ def rate(count: int, progress: RunProgress) -> float | None:
     return count / progress.seconds if count and progress.seconds > 0 else None
 
 
-def command() -> list[str]:
-    """The words of the command line, without the folder that python lies in."""
-    return ["python", *sys.argv]
+def command(accelerator: Accelerator) -> list[str]:
+    """The words that start such a run again, without the folders that python and the repository lie in."""
+    processes = str(accelerator.num_processes)
+    if accelerator.num_processes == 1:
+        launcher = ["python"]
+    elif accelerator.device.type == "cpu":
+        launcher = ["torchrun", "--nproc_per_node", processes]
+    else:
+        launcher = ["accelerate", "launch", "--num_processes", processes]
+    script = os.path.relpath(sys.argv[0]) if os.path.isabs(sys.argv[0]) else sys.argv[0]
+    return [*launcher, script, *sys.argv[1:]]

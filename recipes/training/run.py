@@ -54,11 +54,11 @@ def main(task: type[Task[Options]], options: type[Options], description: str) ->
 
 @contextmanager
 def told_at_once() -> Iterator[None]:
-    """What the user got wrong becomes one message, of one process, and exit code 2."""
+    """What the user got wrong becomes one message (a machine), and exit code 2."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
 

@@ -95,13 +95,18 @@ class Squad(evaluate.Metric):
             description=DESCRIPTION,
             citation=CITATION,
             inputs_description="predictions: id and prediction_text (v2: and no_answer_probability, or any measure of "
-            "doubt); references: id and answers.",
+            "doubt); references: id and answers. no_answer_threshold: above it no answer counts as given.",
             features=datasets.Features(
                 {"predictions": prediction, "references": {"id": datasets.Value("string"), "answers": answers}}
             ),
         )
 
-    def _compute(self, predictions: list[dict[str, Any]], references: list[dict[str, Any]]) -> dict[str, float]:
+    def _compute(
+        self,
+        predictions: list[dict[str, Any]],
+        references: list[dict[str, Any]],
+        no_answer_threshold: float = 1.0,
+    ) -> dict[str, float]:
         by_id = {p["id"]: p for p in predictions}
         exact, overlap, possible = {}, {}, {}
         for reference in references:
@@ -115,7 +120,7 @@ class Squad(evaluate.Metric):
             exact[question], overlap[question] = best_over_truths(by_id[question]["prediction_text"], truths)
         if self.config_name == "v1":
             return {"exact_match": _percent(exact, exact), "f1": _percent(overlap, overlap)}
-        return self._version_2(by_id, exact, overlap, possible)
+        return self._version_2(by_id, exact, overlap, possible, no_answer_threshold)
 
     def _version_2(
         self,
@@ -123,8 +128,16 @@ class Squad(evaluate.Metric):
         exact: Mapping[str, float],
         overlap: Mapping[str, float],
         possible: Mapping[str, bool],
+        threshold: float,
     ) -> dict[str, float]:
         found: dict[str, float] = {}
+        doubts = {q: by_id[q]["no_answer_probability"] for q in exact}
+
+        def with_silence(scores: Mapping[str, float]) -> dict[str, float]:
+            """Where the doubt is above the threshold no answer counts as given."""
+            return {q: float(not possible[q]) if doubts[q] > threshold else scores[q] for q in scores}
+
+        final, final_overlap = with_silence(exact), with_silence(overlap)
         groups = {
             "": list(exact),
             "HasAns_": [q for q in exact if possible[q]],
@@ -133,11 +146,10 @@ class Squad(evaluate.Metric):
         for prefix, questions in groups.items():
             if questions:
                 found |= {
-                    f"{prefix}exact": _percent(exact, questions),
-                    f"{prefix}f1": _percent(overlap, questions),
+                    f"{prefix}exact": _percent(final, questions),
+                    f"{prefix}f1": _percent(final_overlap, questions),
                     f"{prefix}total": len(questions),
                 }
-        doubts = {q: by_id[q]["no_answer_probability"] for q in exact}
         answered = {q: bool(by_id[q]["prediction_text"]) for q in exact}
         for name, scores in (("exact", exact), ("f1", overlap)):
             found[f"best_{name}"], found[f"best_{name}_thresh"] = best_threshold(scores, doubts, answered, possible)
