@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, PartialState
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from training.loop import Loop
 
-record = Path(os.environ["RECORD"])
+record = Path(os.environ.get("RECORD", "."))
 
 
 def with_fsdp(original):
@@ -66,10 +66,11 @@ def with_end(original):
     return step
 
 
-if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-    AcceleratorState.__init__ = with_fsdp(AcceleratorState.__init__)
-Accelerator.clip_grad_norm_ = with_gradients(Accelerator.clip_grad_norm_)
-Loop.run = with_buffers(Loop.run)
-Loop._step = with_end(Loop._step)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if __name__ == "__main__":
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        AcceleratorState.__init__ = with_fsdp(AcceleratorState.__init__)
+    Accelerator.clip_grad_norm_ = with_gradients(Accelerator.clip_grad_norm_)
+    Loop.run = with_buffers(Loop.run)
+    Loop._step = with_end(Loop._step)
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
