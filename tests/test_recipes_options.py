@@ -7,7 +7,11 @@ import pytest
 from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
+from training.models import set_attention
 from training.options import RunOptions, flag, parse_options
+
+from hf_rfattn import FavorConfig
+from hf_rfattn.commands import parse_attention
 
 
 @pytest.mark.parametrize("options", [RunOptions, GlueOptions, SquadOptions, LanguageOptions])
@@ -20,10 +24,14 @@ def test_help_explains_every_field(options, capsys):
         assert flag(field.name) in shown and len(field.metadata["help"]) > 10
 
 
+def mechanism_of(options):
+    return parse_attention(options.attention, options.attention_options)
+
+
 def test_the_command_line_of_the_readme():
     line = "--model google-bert/bert-base-uncased --task sst2 --attention favor+ --attention-options num_features=128"
     options = parse_options(GlueOptions, line.split())
-    assert options.mechanism() == {"mechanism": "favor+", "num_features": 128}
+    assert mechanism_of(options) == FavorConfig(num_features=128)
     assert (options.task, options.batch_size, options.resume) == ("sst2", 32, False)
 
 
@@ -37,7 +45,7 @@ def test_a_file_says_the_same(tmp_path):
     for name, text in (("run.json", json.dumps(fields)), ("run.yaml", json.dumps(fields, indent=1))):
         (tmp_path / name).write_text(text)
         parsed = parse_options(GlueOptions, [str(tmp_path / name)])
-        assert parsed.mechanism() == expected.mechanism()
+        assert mechanism_of(parsed) == mechanism_of(expected)
         assert dataclasses.replace(parsed, attention_options=[]) == dataclasses.replace(expected, attention_options=[])
     (tmp_path / "run.yaml").write_text("model: m\nseed: 3\nepochs: 2.5\nlearning_rate: 1e-4\n")
     parsed = parse_options(RunOptions, [str(tmp_path / "run.yaml"), "--seed", "4"])
@@ -82,9 +90,9 @@ def test_files_that_are_refused(tmp_path, text, message):
 
 
 def test_attention_options_are_checked():
-    for given, message in ((["a"], "write NAME=VALUE"), (["a=1", "a=2"], "'a' twice")):
+    for given, message in ((["a"], "write NAME=VALUE"), (["a=1", "a=2"], "'a' is given twice")):
         with pytest.raises(ValueError, match=message):
-            RunOptions(model="m", attention="favor+", attention_options=given).mechanism()
+            set_attention(None, RunOptions(model="m", attention="favor+", attention_options=given))
     assert RunOptions(model="m", early_stop=2).keep == "best"
     with pytest.raises(ValueError, match="one of them"):
         LanguageOptions()

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.mechanisms import resolve_config
+from hf_rfattn.commands import parse_attention
 
 from .options import RunOptions
 
@@ -79,7 +79,7 @@ def set_attention(model: PreTrainedModel, options: RunOptions) -> None:
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
         return
-    config = resolve_config(options.mechanism())
+    config = parse_attention(options.attention, options.attention_options)
     if options.redraw_every and getattr(config, "redraw_interval", None):
         raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
     hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)

@@ -115,25 +115,6 @@ class RunOptions:
         if self.early_stop is not None:
             self.keep = "best"
 
-    def mechanism(self) -> dict[str, Any]:
-        """The document of the mechanism that --attention and --attention-options name.
-
-        >>> RunOptions(model="m", attention="favor+", attention_options=["num_features=64"]).mechanism()
-        {'mechanism': 'favor+', 'num_features': 64}
-        """
-        document: dict[str, Any] = {"mechanism": self.attention}
-        for assignment in self.attention_options:
-            name, equals, value = assignment.partition("=")
-            if not name or not equals:
-                raise ValueError(f"--attention-options {assignment!r}: write NAME=VALUE, as in num_features=128.")
-            if name in document:
-                raise ValueError(f"--attention-options has {name!r} twice.")
-            try:
-                document[name] = json.loads(value)
-            except json.JSONDecodeError:
-                document[name] = value
-        return document
-
 
 def flag(name: str) -> str:
     """A field as the command line spells it."""
