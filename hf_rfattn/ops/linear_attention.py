@@ -166,9 +166,8 @@ def _decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool) -
             sums.append(torch.addcmul(terms[:, :, t], decay[:, :, t], sums[-1]))
         last = sums.pop()
         return torch.stack(sums[::step], dim=2), last
-    shape = (*terms.shape[:2], count, *terms.shape[3:])
-    before = fresh(shape, terms)
-    before = torch.empty(shape, dtype=terms.dtype, device=terms.device) if before is None else before
+    before = fresh(terms.shape, terms)
+    before = torch.empty_like(terms) if before is None else before
     last = torch.empty_like(start)
     order = range(count)[::step]
     before[:, :, order[0]] = start
