@@ -164,10 +164,13 @@ def peak(name, causal, features):
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_training_memory_does_not_hold_features(causal):
-    """Nine times the features: were those of the queries alone kept, it would be twice BASE more."""
+    """Nine times the features: one tensor of the 512 more is twice BASE, and keeping them would keep at least four.
+
+    What is seen is up to 2.3 BASE more: the states of many blocks and their gradients, and memory that is not given back.
+    """
     few, many = (peak("favor+", causal, features) for features in (64, 576))
     assert few < 2 * BASE
-    assert many - few < BASE
+    assert many - few < 4 * BASE
 
 
 @pytest.mark.slow
