@@ -166,7 +166,7 @@ def peak(name, causal, features):
 def test_training_memory_does_not_hold_features(causal):
     """Nine times the features: one tensor of the 512 more is twice BASE, and keeping them would keep at least four.
 
-    What is seen is up to 2.3 BASE more: the states of many blocks and their gradients, and memory that is not given back.
+    What is seen is up to 2.3 BASE more: states of many blocks, their gradients, memory that is not given back.
     """
     few, many = (peak("favor+", causal, features) for features in (64, 576))
     assert few < 2 * BASE
