@@ -13,14 +13,14 @@ from torch import nn
 from variants import every_mechanism, every_variant
 
 from hf_rfattn import build_mechanism, redraw
-from hf_rfattn.ops import blockwise, scratch
+from hf_rfattn.ops import blocks, scratch
 from hf_rfattn.ops.recompute import recompute
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks as short as they can be: one tile, or what a band needs."""
-    monkeypatch.setitem(blockwise.BLOCK, "cpu", 1)
+    monkeypatch.setitem(blocks.BLOCK, "cpu", 1)
 
 
 @every_variant

@@ -31,7 +31,7 @@ def per_head_product(x: Tensor, weight: Tensor) -> Tensor:
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|², `[B, H, L, 1]`."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+    return x.square().sum(-1, keepdim=True)
 
 
 class FeatureMap(nn.Module):

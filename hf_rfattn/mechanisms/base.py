@@ -17,6 +17,7 @@ from ..ops import (
     add_key,
     allowed_pairs,
     attend_in_blocks,
+    attend_to_all,
     linear_multiply_adds,
     normalise,
     normalised_weights,
@@ -210,6 +211,8 @@ class LinearMechanism(Mechanism):
         )
 
     def attend(self, inputs):
+        if self.feature_map.scale_per_feature and not inputs.causal and inputs.segments is None:
+            return attend_to_all(inputs, self.far_field(), self.held())
         finish = self.normaliser(visible_keys(inputs) if not self.feature_map.positive else None)
         return attend_in_blocks(inputs, finish, far=[self.far_field()], held=self.held())[0]
 

@@ -1,7 +1,8 @@
 """Pure functions on `[B, H, L, D]` tensors; beside the fast ones stands their naive definition (`ops.naive`)."""
 
 from .banded_attention import exact_attention, global_attention
-from .blockwise import FarField, attend_in_blocks, summarise
+from .blocks import FarField, summarise
+from .blockwise import attend_in_blocks
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
 from .inputs import Inputs, visible_keys
 from .linear_attention import Features, State, add_key, combine, linear_multiply_adds, read_state
@@ -9,6 +10,7 @@ from .naive import allowed_pairs, normalised_weights
 from .partial import Partial, merge, normalise
 from .scratch import product
 from .softmax_attention import softmax_attention
+from .two_softmaxes import attend_to_all
 
 __all__ = [
     "FarField",
@@ -19,6 +21,7 @@ __all__ = [
     "add_key",
     "allowed_pairs",
     "attend_in_blocks",
+    "attend_to_all",
     "combine",
     "exact_attention",
     "global_attention",

@@ -5,33 +5,19 @@ M·D)) whatever the number of features; and a block is small enough to stay near
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .banded_attention import attend_band
+from .blocks import FarField, Rows, block_length, no_keys, slices, summarise
 from .inputs import Inputs
-from .linear_attention import TILE, Features, State, attend_tiles, combine, read_state, running_states, sum_keys
+from .linear_attention import TILE, Features, State, attend_tiles, read_state, running_states
 from .partial import Partial, merge
 from .recompute import recompute
 from .scratch import scratch
 from .tiles import into_tiles, pairs, queries_from_tiles, queries_into_tiles, with_halo
-
-BLOCK = {"cpu": 2**19}  # numbers in the largest tensor of a block: some of them fit into a CPU's cache
-OTHER_BLOCK = 2**26  # elsewhere: enough work for each kernel
-
-
-class FarField(NamedTuple):
-    """φ of scaled queries and of scaled keys, and its sizes."""
-
-    queries: Callable[[Tensor], Features]
-    keys: Callable[[Tensor], Features]
-    num_features: int
-    scales: int  # columns of Features.log
-
 
 Finish = Callable[[list[Partial], slice], Tensor]
 
@@ -64,7 +50,7 @@ def attend_in_blocks(
         [D, (left + 1 + right) * size if ordered or bandwidth is not None else 0, *(f.num_features for f in far)]
     )
     # A block keeps its halo within the next one, and running states (one a block) no larger than the values.
-    block = _block_length(L, B * H * width, max(left * size, width if ordered else 1), size, q.device)
+    block = block_length(L, B * H * width, max(left * size, width if ordered else 1), size, q.device)
     tiling = _Tiling(inputs, size, left, right, bandwidth, apart, far_mask)
     queries = q.split(block, dim=2)
     needs_keys = bandwidth is not None or (bool(far) and ordered)
@@ -78,10 +64,10 @@ def attend_in_blocks(
         states = [summarise(inputs, f, held) for f in far]
     else:
         if states is None:
-            states = [_no_keys(inputs, f) for f in far]
+            states = [no_keys(inputs, f) for f in far]
         if not inputs.causal:
             suffixes = _suffixes(inputs, tiling, far, keys, values, held)
-    outs = _Rows(q.shape[:3], v.shape[3], q)
+    outs = Rows(q.shape[:3], v.shape[3], q)
     carries = list(states)
     for number, x in enumerate(queries):
         rows = slice(number * block, number * block + x.shape[2])
@@ -115,67 +101,10 @@ def attend_in_blocks(
     return outs.joined(), carries
 
 
-class _Rows:
-    """The output, block by block: written in place, or joined at the end where autograd must see it."""
-
-    def __init__(self, shape: torch.Size, value_dim: int, like: Tensor):
-        self.shape, self.like = (*shape, value_dim), like
-        self.parts: list[Tensor] = []
-        self.whole: Tensor | None = None
-
-    def put(self, part: Tensor, rows: slice) -> None:
-        if part.requires_grad or torch.compiler.is_compiling():
-            self.parts.append(part)
-            return
-        if self.whole is None:
-            self.whole = self.like.new_empty(self.shape)
-        self.whole[:, :, rows] = part
-
-    def joined(self) -> Tensor:
-        if self.whole is not None:
-            return self.whole
-        return torch.cat(self.parts, dim=2) if len(self.parts) > 1 else self.parts[0]
-
-
-def summarise(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> State:
-    """The state that holds all visible keys."""
-    B, K, _, D = inputs.k.shape
-    width = max(D, far.num_features)
-    block = _block_length(inputs.k.shape[2], B * K * width, width, 1, inputs.k.device)
-    masks = None if inputs.key_mask is None else inputs.key_mask.split(block, dim=1)
-    sums = []
-    for number, (y, v) in enumerate(zip(inputs.k.split(block, dim=2), inputs.v.split(block, dim=2), strict=True)):
-
-        def sum_block(y: Tensor, v: Tensor, number: int = number) -> tuple[Tensor, ...]:
-            k = far.keys(inputs.scaled(y))
-            if masks is not None:
-                k = k.only(masks[number][:, None, :, None])
-            return sum_keys(k, v.to(inputs.dtype))
-
-        with scratch(y):
-            sums.append(State(*recompute(sum_block, y, v, held=held)))
-    return reduce(combine, sums)
-
-
 def _tiling(length: int, bandwidth: int | None) -> tuple[int, int]:
     """Positions a tile, and tiles to each side that a band reaches into. Small tiles waste little of a narrow band."""
     size = min(TILE if bandwidth is None or bandwidth > TILE // 2 else TILE // 2, length)
     return size, min(-(-(bandwidth or 0) // size), -(-length // size) - 1)
-
-
-def _block_length(length: int, numbers: int, least: int, size: int, device: torch.device) -> int:
-    """Positions a block, a multiple of the tile, all blocks about equal: `numbers` is what one position brings to the
-    largest tensor.
-    """
-    longest = max(BLOCK.get(device.type, OTHER_BLOCK) // numbers, least)
-    even = -(-length // -(-length // longest))
-    return -(-even // size) * size
-
-
-def _no_keys(inputs: Inputs, far: FarField) -> State:
-    B, K, _, D = inputs.v.shape
-    like = inputs.v.new_empty((), dtype=inputs.dtype)
-    return State.empty(B, K, features=far.num_features, scales=far.scales, value_dim=D, like=like)
 
 
 def _unflatten(tensors: tuple[Tensor, ...], count: int, both: bool) -> tuple[list[State], list[State], tuple]:
@@ -193,7 +122,7 @@ def _suffixes(
     held: Sequence[Tensor],
 ) -> list[list[State]]:
     """For each block, the states of all keys after it and its halo."""
-    carries = [_no_keys(inputs, f) for f in far]
+    carries = [no_keys(inputs, f) for f in far]
     suffixes = []
     start = inputs.k.shape[2]
     halo = tiling.right * tiling.size

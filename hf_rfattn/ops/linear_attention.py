@@ -24,7 +24,7 @@ class Features(NamedTuple):
     """φ = factor · exp(log). Positive maps give `log` alone; signed ones a bounded `factor` and one `log` a token."""
 
     log: Tensor  # [B, H, L, M] or [B, H, L, 1]
-    factor: Tensor | None = None  # [B, H, L, M], or [B, H, L, 1] to hide tokens
+    factor: Tensor | None = None  # [B, H, L, M]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
         """The same function on both tensors: to cut, pad or reshape positions."""
@@ -51,7 +51,7 @@ class Features(NamedTuple):
     def only(self, visible: Tensor) -> "Features":
         """φ = 0 in all rows but the `visible` ones `[…, L, 1]`: these neither count nor enter an offset."""
         shown = visible.to(self.log.dtype)
-        return Features(self.log + shown.log(), shown if self.factor is None else self.factor * shown)
+        return Features(self.log + shown.log(), None if self.factor is None else self.factor * shown)
 
 
 class State(NamedTuple):

@@ -3,14 +3,15 @@
 Near field, far field and running state each give one; `merge` adds them without overflow, `normalise` divides.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .scratch import fresh, may_overwrite
 
-LEAST = -80.0  # of exponents: exp of it is still a normal number in float32
+_LOG2_E = math.log2(math.e)
 
 
 class Partial(NamedTuple):
@@ -22,22 +23,39 @@ class Partial(NamedTuple):
 
 
 def finite(log: Tensor) -> Tensor:
-    """The same offset with a number in place of -inf (nothing there), so that it can be subtracted from -inf."""
-    return log.clamp(min=torch.finfo(log.dtype).min)
+    """The same offset with a number in place of -inf (nothing there) that can be scaled, and subtracted from -inf."""
+    return log.clamp(min=torch.finfo(log.dtype).min / 4)
 
 
 def exp_less(log: Tensor, offset: Tensor, *, reuse: bool = False) -> Tensor:
-    """exp(log - offset), at least exp(LEAST); what must be exactly zero is multiplied by zero elsewhere.
+    """exp(log - offset), zero where log is -inf; offsets are constants to autograd.
 
-    Beside the sums of at least one that it enters, exp(LEAST) is nothing; but libraries compute exponentials that
-    underflow (or those of -inf) up to a hundred times more slowly, and real heads have many. `reuse` lets the result
-    take the place of `log`, where autograd does not need it.
+    `reuse` lets the result take the place of `log`, where autograd does not need it.
     """
-    if reuse and may_overwrite():
-        return log.sub_(finite(offset)).clamp_(min=LEAST).exp_()
-    exponent = torch.sub(log, finite(offset), out=fresh(log.shape, log) if log.shape[-1] > 1 else None)
-    exponent.detach().clamp_(min=LEAST)  # autograd need not know
-    return exponent.exp_()
+    if torch.compiler.is_compiling():
+        return torch.exp(log - finite(offset))
+    if torch.is_grad_enabled() and log.requires_grad:
+        return _ExpLess.apply(log, offset)
+    return _exp2_less(log, offset, log if reuse else fresh(log.shape, log) if log.shape[-1] > 1 else None)
+
+
+def _exp2_less(log: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
+    """By powers of two: torch computes exponentials of e on a CPU at a third of the speed, and far slower where they
+    underflow, as those of real heads do.
+    """
+    return torch.add(finite(offset) * -_LOG2_E, log, alpha=_LOG2_E, out=out).exp2_()
+
+
+class _ExpLess(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log: Tensor, offset: Tensor) -> Tensor:
+        found = _exp2_less(log, offset)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
 
 
 def merge(*partials: Partial) -> Partial:

@@ -1,0 +1,97 @@
+"""Sequences in blocks of positions, small enough to stay near a CPU; the far field, and its sums over keys block by
+block.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .inputs import Inputs
+from .linear_attention import Features, State, combine, sum_keys
+from .recompute import recompute
+from .scratch import scratch
+
+BLOCK = {"cpu": 2**19}  # numbers in the largest tensor of a block: some of them fit into a CPU's cache
+OTHER_BLOCK = 2**26  # elsewhere: enough work for each kernel
+
+
+class FarField(NamedTuple):
+    """φ of scaled queries and of scaled keys, and its sizes."""
+
+    queries: Callable[[Tensor], Features]
+    keys: Callable[[Tensor], Features]
+    num_features: int
+    scales: int  # columns of Features.log
+
+
+def block_length(length: int, numbers: int, least: int, size: int, device: torch.device) -> int:
+    """Positions a block, a multiple of the tile, all blocks about equal: `numbers` is what one position brings to the
+    largest tensor.
+    """
+    longest = max(BLOCK.get(device.type, OTHER_BLOCK) // numbers, least)
+    even = -(-length // -(-length // longest))
+    return -(-even // size) * size
+
+
+class Rows:
+    """The output, block by block: written in place, or joined at the end where autograd must see it."""
+
+    def __init__(self, shape: torch.Size, value_dim: int, like: Tensor):
+        self.shape, self.like = (*shape, value_dim), like
+        self.parts: list[Tensor] = []
+        self.whole: Tensor | None = None
+
+    def put(self, part: Tensor, rows: slice) -> None:
+        if part.requires_grad or torch.compiler.is_compiling():
+            self.parts.append(part)
+            return
+        if self.whole is None:
+            self.whole = self.like.new_empty(self.shape)
+        self.whole[:, :, rows] = part
+
+    def joined(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole
+        return torch.cat(self.parts, dim=2) if len(self.parts) > 1 else self.parts[0]
+
+
+def no_keys(inputs: Inputs, far: FarField) -> State:
+    B, K, _, D = inputs.v.shape
+    like = inputs.v.new_empty((), dtype=inputs.dtype)
+    return State.empty(B, K, features=far.num_features, scales=far.scales, value_dim=D, like=like)
+
+
+def keys_shown(inputs: Inputs, far: FarField, y: Tensor, rows: slice) -> Features:
+    """φ of some rows of the keys, zero for those that do not exist."""
+    k = far.keys(inputs.scaled(y))
+    return k if inputs.key_mask is None else k.only(inputs.key_mask[:, None, rows, None])
+
+
+def key_blocks(inputs: Inputs, far: FarField) -> list[slice]:
+    """Where keys are summed block by block: no fewer keys a block than features, so that sums are no larger than values."""
+    B, K, L, D = inputs.k.shape
+    width = max(D, far.num_features)
+    return slices(L, block_length(L, B * K * width, width, 1, inputs.k.device))
+
+
+def slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def summarise(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> State:
+    """The state that holds all visible keys."""
+    state = None
+    for rows in key_blocks(inputs, far):
+        y, v = inputs.k[:, :, rows], inputs.v[:, :, rows]
+
+        def sum_block(y: Tensor, v: Tensor, rows: slice = rows) -> tuple[Tensor, ...]:
+            return sum_keys(keys_shown(inputs, far, y, rows), v.to(inputs.dtype))
+
+        with scratch(y):
+            block = State(*recompute(sum_block, y, v, held=held))
+        state = block if state is None else combine(state, block)
+    return no_keys(inputs, far) if state is None else state
+
+

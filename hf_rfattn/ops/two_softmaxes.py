@@ -1,0 +1,130 @@
+"""Linear attention where every query sees every visible key, with positive features: two softmaxes in a row.
+
+With log-features l, the mass z_r = Σ_j exp l_r(y_j) of each feature and the mean of the values that it sees, μ_r = Σ_j
+exp l_r(y_j) v_j / z_r,
+
+    φ(x_i)ᵀ S / φ(x_i)ᵀ z = Σ_r softmax_r(l_r(x_i) + log z_r) μ_r,
+
+so that no denominator is left, and nothing can overflow. Backward computes both softmaxes again, a block at a time, from
+log z and μ alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import FarField, Rows, block_length, key_blocks, keys_shown, slices, summarise
+from .inputs import Inputs
+from .linear_attention import Features
+from .partial import exp_less, finite
+from .recompute import recompute
+from .scratch import fresh, may_overwrite, product, scratch
+
+
+def attend_to_all(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> Tensor:
+    """Attention `[B, H, Lq, D]`; `held` are all parameters and buffers that the features read."""
+    tensors = (inputs.q, inputs.k, inputs.v, *held)
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return _attend(inputs, far, held)[0]
+    return _AttendToAll.apply(inputs._replace(q=None, k=None, v=None), far, *tensors)
+
+
+def _attend(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, log z `[B, Hkv, 1, M]` and μ `[B, Hkv, M, D]`."""
+    state = summarise(inputs, far, held)
+    log_mass = finite(state.log_scale + state.total.log().transpose(-1, -2))
+    mean = state.outer / state.total.clamp(min=torch.finfo(state.total.dtype).tiny)
+    outs = Rows(inputs.q.shape[:3], mean.shape[-1], inputs.q)
+    for rows in _query_blocks(inputs, far):
+        x = inputs.q[:, :, rows]
+
+        def read(x: Tensor, log_mass: Tensor, mean: Tensor) -> tuple[Tensor]:
+            weights = _weights(far.queries(inputs.scaled(x)).log, log_mass)
+            return (_ungrouped(product(weights, mean), x).to(inputs.q.dtype),)
+
+        with scratch(x):
+            outs.put(recompute(read, x, log_mass, mean, held=held)[0], rows)
+    return outs.joined(), log_mass, mean
+
+
+def _query_blocks(inputs: Inputs, far: FarField) -> list[slice]:
+    B, H, L, D = inputs.q.shape
+    return slices(L, block_length(L, B * H * max(D, far.num_features), 1, 1, inputs.q.device))
+
+
+def _weights(logs: Tensor, log_mass: Tensor) -> Tensor:
+    """softmax_r(l_r(x) + log z_r), query heads that share a key head below each other: `[B, Hkv, G·L, M]`."""
+    logs = _grouped(logs, log_mass.shape[1])
+    if not may_overwrite():
+        return (logs + log_mass).softmax(-1)
+    logs = torch.add(logs, log_mass, out=fresh(logs.shape, logs))
+    return torch.softmax(logs, -1, out=logs)
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
+
+
+def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
+    return x.reshape(*like.shape[:3], x.shape[-1])
+
+
+class _AttendToAll(torch.autograd.Function):
+    """The gradients of both softmaxes by hand, those of the features by autograd, block by block."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Inputs, far: FarField, q: Tensor, k: Tensor, v: Tensor, *held: Tensor) -> Tensor:
+        out, log_mass, mean = _attend(inputs._replace(q=q, k=k, v=v), far)
+        ctx.inputs, ctx.far = inputs, far
+        ctx.save_for_backward(q, k, v, out, log_mass, mean, *held)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v, out, log_mass, mean, *held = ctx.saved_tensors
+        inputs, far, kv_heads = ctx.inputs._replace(q=q, k=k, v=v), ctx.far, k.shape[1]
+        learned = [t for t, needed in zip(held, ctx.needs_input_grad[5:], strict=True) if needed]
+        found: list[Tensor | None] = [None] * len(learned)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(log_mass)
+
+        def features(x: Tensor, logs_of: Callable[[Tensor], Features]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            """Log-features, and what takes their gradient to that of x (and to what is learned)."""
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                logs = logs_of(x).log
+
+            def back(gradient: Tensor) -> Tensor:
+                if not logs.requires_grad:
+                    return torch.zeros_like(x)
+                dx, *others = torch.autograd.grad(logs, [x, *learned], gradient.view_as(logs), allow_unused=True)
+                for i, new in enumerate(others):
+                    found[i] = new if found[i] is None else found[i] if new is None else found[i] + new
+                return torch.zeros_like(x) if dx is None else dx
+
+            return logs.detach(), back
+
+        with torch.autocast(q.device.type, enabled=False):
+            for rows in _query_blocks(inputs, far):
+                with scratch(q):
+                    logs, back = features(q[:, :, rows], lambda x: far.queries(inputs.scaled(x)))
+                    weights = _weights(logs, log_mass)
+                    g, o = (_grouped(z[:, :, rows].to(inputs.dtype), kv_heads) for z in (gradient, out))
+                    shift = torch.mul(g, o, out=fresh(g.shape, g)).sum(-1, keepdim=True)
+                    d_logs = product(g, mean.transpose(-1, -2)).sub_(shift).mul_(weights)
+                    d_mean += product(weights.transpose(-1, -2), g)
+                    d_mass += d_logs.sum(-2, keepdim=True)
+                    dq[:, :, rows] = back(d_logs)
+            shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
+            for rows in key_blocks(inputs, far):
+                with scratch(k):
+                    logs, back = features(k[:, :, rows], lambda y, rows=rows: keys_shown(inputs, far, y, rows))
+                    weights = exp_less(logs, log_mass)
+                    d_logs = product(inputs.value(v[:, :, rows]), d_mean.transpose(-1, -2)).sub_(shift).mul_(weights)
+                    dv[:, :, rows] = product(weights, d_mean)
+                    dk[:, :, rows] = back(d_logs)
+        gradients = iter(found)
+        return None, None, dq, dk, dv, *(next(gradients) if n else None for n in ctx.needs_input_grad[5:])
