@@ -1,6 +1,6 @@
 """Feature maps φ with φ(x)ᵀφ(y) standing for the attention kernel, computed in log space (`ops.Features`).
 
-A map sees queries and keys that already carry the square root of the model's scale. Random projections are one a key
+A map is given queries or keys and what to multiply them by, the square root of the scale of the scores. Random projections are one a key
 head, so that grouped query heads share the projection of the keys they meet.
 """
 
@@ -21,21 +21,26 @@ TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys star
 SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordable number of signed features
 
 
-def per_head_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`[B, H, L, D]` times `[heads, M, D]` → `[B, H, L, M]`; query heads that share a key head share its weight."""
+def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """`[B, H, L, D]` times `[heads, M, D]`, and a number → `[B, H, L, M]`; query heads that share a key head share its
+    weight.
+    """
     B, H, L, D = x.shape
     heads, M, _ = weight.shape
     grouped = x.reshape(B, heads, (H // heads) * L, D)
-    return product(grouped, weight.to(x.dtype).transpose(-1, -2).expand(B, heads, D, M)).reshape(B, H, L, M)
+    weight = (weight.to(x.dtype).transpose(-1, -2) * scale).contiguous()  # smaller than x, as a rule
+    return product(grouped, weight.expand(B, heads, D, M)).reshape(B, H, L, M)
 
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|², `[B, H, L, 1]`."""
-    return x.square().sum(-1, keepdim=True)
+    if torch.is_grad_enabled():
+        return x.square().sum(-1, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()  # one pass, whose gradient would take many
 
 
 class FeatureMap(nn.Module):
-    """Base of all maps: `forward(x, role)` → Features.
+    """Base of all maps: `forward(x, role, scale)` → Features of scale · x.
 
     Each token is mapped by itself. `Features.log` is a new tensor: the operators write over it.
     """
@@ -44,9 +49,9 @@ class FeatureMap(nn.Module):
     positive: bool = True
     scale_per_feature: bool = True  # whether Features.log has a column for each feature, or one for all
 
-    def queries_of_a_quotient(self, x: Tensor) -> Features:
+    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
         """φ of queries up to a positive factor of each token, which a quotient of sums over keys does not see."""
-        return self(x, "query")
+        return self(x, "query", scale)
 
     def floor(self) -> Tensor | float | None:
         """For signed maps, the least magnitude of the denominator a visible key (one, or `[Hkv]`); None for positive
@@ -64,7 +69,7 @@ class ConstantFeatures(FeatureMap):
 
     num_features = 1
 
-    def forward(self, x: Tensor, role: Role) -> Features:
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
         return Features(torch.zeros_like(x[..., :1]))
 
 
@@ -76,8 +81,8 @@ class EluFeatures(FeatureMap):
         self.num_features = head_dim
         self.sign = sign
 
-    def forward(self, x: Tensor, role: Role) -> Features:
-        x = self.sign * x
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        x = (self.sign * scale) * x
         return Features(torch.where(x > 0, torch.log1p(x.clamp(min=0)), x))
 
 
@@ -91,8 +96,8 @@ class TanhFeatures(FeatureMap):
         super().__init__()
         self.num_features = head_dim
 
-    def forward(self, x: Tensor, role: Role) -> Features:
-        return Features(torch.zeros_like(x[..., :1]), torch.tanh(x))
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        return Features(torch.zeros_like(x[..., :1]), torch.tanh(scale * x))
 
     def floor(self) -> float:
         return SIGNED_FLOOR
@@ -107,8 +112,8 @@ class HedgehogFeatures(FeatureMap):
         self.query_weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
         self.key_weight = nn.Parameter(torch.eye(head_dim).repeat(num_kv_heads, 1, 1))
 
-    def forward(self, x: Tensor, role: Role) -> Features:
-        x = per_head_product(x, self.query_weight if role == "query" else self.key_weight)
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        x = per_head_product(x, self.query_weight if role == "query" else self.key_weight, scale)
         return Features(torch.cat([F.log_softmax(x, dim=-1), F.log_softmax(-x, dim=-1)], dim=-1))
 
     def multiply_adds(self) -> int:
@@ -204,15 +209,16 @@ class PositiveFeatures(RandomFeatures):
             self.register_buffer("rho", torch.ones(num_kv_heads))
         self.draw()
 
-    def forward(self, x: Tensor, role: Role) -> Features:
-        return self._features(x, -math.log(self.num_features) / 2 - squared_norm(x) / 2)
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        shift = torch.add(squared_norm(x) * (-(scale**2) / 2), -math.log(self.num_features) / 2)
+        return self._features(x, scale, shift)
 
-    def queries_of_a_quotient(self, x: Tensor) -> Features:
-        return self._features(x, None)
+    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
+        return self._features(x, scale, None)
 
-    def _features(self, x: Tensor, shift: Tensor | None) -> Features:
-        """With logarithms ω_rᵀx + shift."""
-        log = per_head_product(x, self.projection)
+    def _features(self, x: Tensor, scale: float, shift: Tensor | None) -> Features:
+        """With logarithms scale · ω_rᵀx + shift."""
+        log = per_head_product(x, self.projection, scale)
         if self.optimal:
             rho = self.rho.to(x.dtype).repeat_interleave(x.shape[1] // len(self.rho))[:, None, None]  # [H, 1, 1]
             a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
@@ -244,14 +250,14 @@ class ReluFeatures(PositiveFeatures):
 
     scale_per_feature = False
 
-    def forward(self, x: Tensor, role: Role) -> Features:
-        products = per_head_product(x, self.projection)
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        products = per_head_product(x, self.projection, scale)
         if self.antithetic:
             products = torch.cat([products, -products], dim=-1)
         return Features(torch.zeros_like(x[..., :1]), torch.relu(products) * self.num_features**-0.5)
 
-    def queries_of_a_quotient(self, x: Tensor) -> Features:
-        return self(x, "query")
+    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
+        return self(x, "query", scale)
 
 
 class FourierFeatures(RandomFeatures):
@@ -302,19 +308,19 @@ class FourierFeatures(RandomFeatures):
             buffers["phase"] = 2 * math.pi * torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
         return buffers
 
-    def forward(self, x: Tensor, role: Role) -> Features:
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
         groups = x.shape[1] // self.projection.shape[0]
         if self.normalize_qk:
-            scale = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
-            x = F.normalize(x, dim=-1) * scale[:, None, None]
-        angle = per_head_product(x, self.projection)
+            temperature = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
+            x, scale = F.normalize(x, dim=-1) * temperature[:, None, None], 1.0
+        angle = per_head_product(x, self.projection, scale)
         if self.form == "cos":
             factor = torch.cos(angle + self.phase.to(x.dtype).repeat_interleave(groups, 0).unsqueeze(1))
         else:
             factor = torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
         factor = factor * (2 / self.num_features) ** 0.5
         if self.kernel == "gaussian" and not self.normalize_qk:
-            return Features(squared_norm(x) / 2, factor)
+            return Features(squared_norm(x) * (scale**2 / 2), factor)
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor | float:

@@ -205,9 +205,11 @@ class LinearMechanism(Mechanism):
     def far_field(self, joint: bool = False) -> FarField:
         """The feature map as the operators take it; `joint` if its products are added to something else."""
         phi = self.feature_map
-        queries = (lambda x: phi(x, "query")) if joint else phi.queries_of_a_quotient
         return FarField(
-            queries, lambda y: phi(y, "key"), phi.num_features, phi.num_features if phi.scale_per_feature else 1
+            queries=(lambda x, scale: phi(x, "query", scale)) if joint else phi.queries_of_a_quotient,
+            keys=lambda y, scale: phi(y, "key", scale),
+            num_features=phi.num_features,
+            scales=phi.num_features if phi.scale_per_feature else 1,
         )
 
     def attend(self, inputs):

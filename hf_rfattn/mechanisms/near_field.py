@@ -109,7 +109,7 @@ class Window:
             near = exact_attention(x, self.keys, self.values, self.visible[:, None])
             extra = self._global_part()
             parts = [near if extra is None else merge(near, extra)]
-            parts += [read_state(f.queries(x), s) for f, s in zip(far, states, strict=True)]
+            parts += [read_state(f.queries(x, 1.0), s) for f, s in zip(far, states, strict=True)]
             return finish(parts, slice(0, 1)).to(self.dtype)
         # An empty window is left out; otherwise stand-ins for its queries let the new ones stand at their keys.
         skip = self.bandwidth if self.fresh else 0

@@ -11,17 +11,17 @@ from torch import Tensor
 from .inputs import Inputs
 from .linear_attention import Features, State, combine, sum_keys
 from .recompute import recompute
-from .scratch import scratch
+from .scratch import may_overwrite, scratch
 
 BLOCK = {"cpu": 2**19}  # numbers in the largest tensor of a block: some of them fit into a CPU's cache
 OTHER_BLOCK = 2**26  # elsewhere: enough work for each kernel
 
 
 class FarField(NamedTuple):
-    """φ of scaled queries and of scaled keys, and its sizes."""
+    """φ of queries and of keys times a number, and its sizes."""
 
-    queries: Callable[[Tensor], Features]
-    keys: Callable[[Tensor], Features]
+    queries: Callable[[Tensor, float], Features]
+    keys: Callable[[Tensor, float], Features]
     num_features: int
     scales: int  # columns of Features.log
 
@@ -43,13 +43,20 @@ class Rows:
         self.parts: list[Tensor] = []
         self.whole: Tensor | None = None
 
-    def put(self, part: Tensor, rows: slice) -> None:
-        if part.requires_grad or torch.compiler.is_compiling():
-            self.parts.append(part)
-            return
+    def place(self, rows: slice, dtype: torch.dtype) -> Tensor | None:
+        """Where to write some rows of this type, if that can be done in place."""
+        if dtype != self.like.dtype or not may_overwrite():
+            return None
         if self.whole is None:
             self.whole = self.like.new_empty(self.shape)
-        self.whole[:, :, rows] = part
+        return self.whole[:, :, rows]
+
+    def put(self, part: Tensor, rows: slice) -> None:
+        place = self.place(rows, self.like.dtype)
+        if place is None:
+            self.parts.append(part)
+        elif place.data_ptr() != part.data_ptr():
+            place.copy_(part)
 
     def joined(self) -> Tensor:
         if self.whole is not None:
@@ -65,7 +72,7 @@ def no_keys(inputs: Inputs, far: FarField) -> State:
 
 def keys_shown(inputs: Inputs, far: FarField, y: Tensor, rows: slice) -> Features:
     """φ of some rows of the keys, zero for those that do not exist."""
-    k = far.keys(inputs.scaled(y))
+    k = far.keys(y.to(inputs.dtype), inputs.root)
     return k if inputs.key_mask is None else k.only(inputs.key_mask[:, None, rows, None])
 
 

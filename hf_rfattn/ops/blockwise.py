@@ -74,14 +74,14 @@ def attend_in_blocks(
         near = [with_halo(p, number, left * size, right * size, size) for p in (keys, values)] if needs_keys else []
 
         def attend(x: Tensor, *rest: Tensor, rows: slice = rows, number: int = number) -> tuple[Tensor, ...]:
-            x = y = u = inputs.scaled(x)  # where no keys are needed, nothing looks at them
+            x = y = u = x.to(inputs.dtype)  # where no keys are needed, nothing looks at them
             if needs_keys:
-                y, u, rest = inputs.scaled(rest[0]), inputs.value(rest[1]), rest[2:]
+                y, u, rest = rest[0].to(inputs.dtype), inputs.value(rest[1]), rest[2:]
             before, after, given = _unflatten(rest, len(far), bool(suffixes[number]))
             parts: list[Partial] = []
             carried: list[Tensor] = []
             if bandwidth is not None:
-                band = tiling.near(x, y, u, rows)
+                band = tiling.near(inputs.scaled(x), inputs.scaled(y), u, rows)
                 parts.append(merge(band, Partial(*given)) if given else band)
             for i, f in enumerate(far):
                 if ordered:
@@ -89,7 +89,7 @@ def attend_in_blocks(
                     parts.append(part)
                     carried += carry
                 else:
-                    parts.append(read_state(f.queries(x), before[i]))
+                    parts.append(read_state(f.queries(x, inputs.root), before[i]))
             return finish(parts, rows).to(q.dtype), *carried
 
         flat = [t for state in (*carries, *suffixes[number]) for t in state]
@@ -133,7 +133,7 @@ def _suffixes(
         y, u = (with_halo(p, number, 0, halo, tiling.size) for p in (keys, values))
 
         def add(y: Tensor, u: Tensor, *rest: Tensor, rows: slice = rows) -> tuple[Tensor, ...]:
-            y, u = inputs.scaled(y), inputs.value(u)
+            y, u = y.to(inputs.dtype), inputs.value(u)
             states, _, _ = _unflatten(rest, len(far), False)
             return tuple(t for f, s in zip(far, states, strict=True) for t in tiling.after(f, y, u, rows, s))
 
@@ -161,7 +161,7 @@ class _Tiling:
         far_mask: Tensor | None,
     ):
         self.size, self.left, self.right, self.lag = size, left, right, left if apart else 0
-        self.causal, self.bandwidth, self.apart = inputs.causal, bandwidth, apart
+        self.causal, self.bandwidth, self.apart, self.root = inputs.causal, bandwidth, apart, inputs.root
         self.kv_heads, self.device = inputs.k.shape[1], inputs.q.device
         self.length = inputs.k.shape[2]
         self.padding = (left * size, right * size + -self.length % size)  # of the whole sequence
@@ -189,11 +189,11 @@ class _Tiling:
         y, v = self._trim(y, *around), self._trim(v, *around)
         visible = self._visible(rows, self.far_mask)
         visible = None if visible is None else self._trim(visible, *around)
-        k = far.keys(y).map(lambda z: into_tiles(z, self.size))
+        k = far.keys(y, self.root).map(lambda z: into_tiles(z, self.size))
         v = into_tiles(v, self.size)
         if visible is not None:
             k = k.only(into_tiles(visible, self.size))
-        q = far.queries(x).map(self._queries)
+        q = far.queries(x, self.root).map(self._queries)
         tiles = v.shape[2] - left - right
 
         first = slice(0, tiles)  # those that the running state takes in while it passes
@@ -213,7 +213,7 @@ class _Tiling:
         y, v = (self._trim(z, 0, self.right - right) for z in (y, v))
         visible = self._visible(rows, self.far_mask)
         visible = None if visible is None else self._trim(visible, self.left, self.right - right)
-        k = far.keys(y).map(lambda z: into_tiles(z, self.size))
+        k = far.keys(y, self.root).map(lambda z: into_tiles(z, self.size))
         v = into_tiles(v, self.size)
         if visible is not None:
             k = k.only(into_tiles(visible, self.size))

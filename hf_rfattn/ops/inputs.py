@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def scaled(self, x: Tensor) -> Tensor:
-        """A piece of the queries or keys, as feature maps and scores take it."""
+        """A piece of the queries or keys, as scores take it."""
         x = x.to(self.dtype)
         return torch.mul(x, self.root, out=fresh(x.shape, x))
 

@@ -68,8 +68,10 @@ def kept(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def product(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
-    """`a @ b`, of the same leading dimensions; added to another tensor (and in its place) if there is one."""
+def product(a: Tensor, b: Tensor, add_to: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """`a @ b`, of the same leading dimensions; added to another tensor (and in its place) if there is one, or written to
+    `out`, where autograd does not look.
+    """
     shape = (*a.shape[:-1], b.shape[-1])
     if not may_overwrite():
         return a @ b if add_to is None else add_to + a @ b
@@ -77,4 +79,7 @@ def product(a: Tensor, b: Tensor, add_to: Tensor | None = None) -> Tensor:
     if add_to is not None:
         torch.baddbmm(add_to.view(-1, *shape[-2:]), a, b, out=add_to.view(-1, *shape[-2:]))
         return add_to
+    if out is not None:
+        torch.bmm(a, b, out=out.view(-1, *shape[-2:]))
+        return out
     return torch.bmm(a, b, out=fresh((a.shape[0], *shape[-2:]), a)).view(shape)

@@ -40,9 +40,10 @@ def _attend(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> tuple
     for rows in _query_blocks(inputs, far):
         x = inputs.q[:, :, rows]
 
-        def read(x: Tensor, log_mass: Tensor, mean: Tensor) -> tuple[Tensor]:
-            weights = _weights(far.queries(inputs.scaled(x)).log, log_mass)
-            return (_ungrouped(product(weights, mean), x).to(inputs.q.dtype),)
+        def read(x: Tensor, log_mass: Tensor, mean: Tensor, rows: slice = rows) -> tuple[Tensor]:
+            weights = _weights(far.queries(x.to(inputs.dtype), inputs.root).log, log_mass)
+            place = outs.place(rows, mean.dtype) if x.shape[1] == mean.shape[1] else None
+            return (product(weights, mean, out=place).reshape(*x.shape[:3], -1).to(x.dtype),)
 
         with scratch(x):
             outs.put(recompute(read, x, log_mass, mean, held=held)[0], rows)
@@ -59,16 +60,11 @@ def _weights(logs: Tensor, log_mass: Tensor) -> Tensor:
     logs = _grouped(logs, log_mass.shape[1])
     if not may_overwrite():
         return (logs + log_mass).softmax(-1)
-    logs = torch.add(logs, log_mass, out=fresh(logs.shape, logs))
-    return torch.softmax(logs, -1, out=logs)
+    return torch.softmax(logs.add_(log_mass), -1, out=logs)
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[-1])
-
-
-def _ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    return x.reshape(*like.shape[:3], x.shape[-1])
 
 
 class _AttendToAll(torch.autograd.Function):
@@ -110,8 +106,8 @@ class _AttendToAll(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for rows in _query_blocks(inputs, far):
                 with scratch(q):
-                    logs, back = features(q[:, :, rows], lambda x: far.queries(inputs.scaled(x)))
-                    weights = _weights(logs, log_mass)
+                    logs, back = features(q[:, :, rows], lambda x: far.queries(x.to(inputs.dtype), inputs.root))
+                    weights = _weights(logs, log_mass)  # in place of the log-features
                     g, o = (_grouped(z[:, :, rows].to(inputs.dtype), kv_heads) for z in (gradient, out))
                     shift = torch.mul(g, o, out=fresh(g.shape, g)).sum(-1, keepdim=True)
                     d_logs = product(g, mean.transpose(-1, -2)).sub_(shift).mul_(weights)
