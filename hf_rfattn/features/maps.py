@@ -5,7 +5,7 @@ head, so that grouped query heads share the projection of the keys they meet.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,22 @@ def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|², `[B, H, L, 1]`."""
-    if torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return x.square().sum(-1, keepdim=True)
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()  # one pass, whose gradient would take many
+    return _SquaredNorm.apply(x)
+
+
+class _SquaredNorm(torch.autograd.Function):
+    """One pass over x forward and one backward, where torch's own would take several."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return (2 * gradient) * ctx.saved_tensors[0]
 
 
 class FeatureMap(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor
 from .inputs import Inputs
 from .linear_attention import Features, State, combine, sum_keys
 from .recompute import recompute
-from .scratch import may_overwrite, scratch
+from .scratch import kept, may_overwrite, scratch
 
-BLOCK = {"cpu": 2**19}  # numbers in the largest tensor of a block: some of them fit into a CPU's cache
+BLOCK = {"cpu": 2**20}  # numbers in the largest tensor of a block: a few of them stay in a CPU's caches
 OTHER_BLOCK = 2**26  # elsewhere: enough work for each kernel
 
 
@@ -52,6 +52,9 @@ class Rows:
         return self.whole[:, :, rows]
 
     def put(self, part: Tensor, rows: slice) -> None:
+        if self.whole is None and part.shape[2] == self.shape[2]:
+            self.parts.append(kept(part))
+            return
         place = self.place(rows, self.like.dtype)
         if place is None:
             self.parts.append(part)
@@ -61,7 +64,7 @@ class Rows:
     def joined(self) -> Tensor:
         if self.whole is not None:
             return self.whole
-        return torch.cat(self.parts, dim=2) if len(self.parts) > 1 else self.parts[0]
+        return torch.cat(self.parts, dim=2) if len(self.parts) > 1 else self.parts[0].to(self.like.dtype)
 
 
 def no_keys(inputs: Inputs, far: FarField) -> State:

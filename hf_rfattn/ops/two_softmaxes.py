@@ -84,7 +84,7 @@ class _AttendToAll(torch.autograd.Function):
         inputs, far, kv_heads = ctx.inputs._replace(q=q, k=k, v=v), ctx.far, k.shape[1]
         learned = [t for t, needed in zip(held, ctx.needs_input_grad[5:], strict=True) if needed]
         found: list[Tensor | None] = [None] * len(learned)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = (Rows(x.shape[:3], x.shape[3], x) for x in (q, k, v))
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(log_mass)
 
         def features(x: Tensor, logs_of: Callable[[Tensor], Features]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -113,14 +113,14 @@ class _AttendToAll(torch.autograd.Function):
                     d_logs = product(g, mean.transpose(-1, -2)).sub_(shift).mul_(weights)
                     d_mean += product(weights.transpose(-1, -2), g)
                     d_mass += d_logs.sum(-2, keepdim=True)
-                    dq[:, :, rows] = back(d_logs)
+                    dq.put(back(d_logs), rows)
             shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
             for rows in key_blocks(inputs, far):
                 with scratch(k):
                     logs, back = features(k[:, :, rows], lambda y, rows=rows: keys_shown(inputs, far, y, rows))
                     weights = exp_less(logs, log_mass)
                     d_logs = product(inputs.value(v[:, :, rows]), d_mean.transpose(-1, -2)).sub_(shift).mul_(weights)
-                    dv[:, :, rows] = product(weights, d_mean)
-                    dk[:, :, rows] = back(d_logs)
+                    dv.put(product(weights, d_mean, out=dv.place(rows, d_mean.dtype)), rows)
+                    dk.put(back(d_logs), rows)
         gradients = iter(found)
-        return None, None, dq, dk, dv, *(next(gradients) if n else None for n in ctx.needs_input_grad[5:])
+        return None, None, dq.joined(), dk.joined(), dv.joined(), *(next(gradients) if n else None for n in ctx.needs_input_grad[5:])
