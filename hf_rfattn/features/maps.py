@@ -1,7 +1,7 @@
 """Feature maps φ with φ(x)ᵀφ(y) standing for the attention kernel, computed in log space (`ops.Features`).
 
-A map is given queries or keys and what to multiply them by, the square root of the scale of the scores. Random projections are one a key
-head, so that grouped query heads share the projection of the keys they meet.
+A map is given queries or keys and what to multiply them by, the square root of the scale of the scores. Random
+projections are one a key head, so that grouped query heads share the projection of the keys they meet.
 """
 
 import math

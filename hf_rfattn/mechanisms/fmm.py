@@ -8,7 +8,7 @@ Nguyen et al., "FMMformer: Efficient and Flexible Transformer via Decomposed Nea
 NeurIPS 2021.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -26,7 +26,6 @@ from ..ops import (
     normalise,
     normalised_weights,
     summarise,
-    visible_keys,
 )
 from ..ops.banded_attention import global_keys
 from ..ops.naive import masked_softmax, repeat_heads
@@ -93,15 +92,23 @@ class FmmAttention(Mechanism):
         joint = config.normalizer == "joint"
         out, _ = attend_in_blocks(
             inputs,
-            self._joint if joint else self._separate(inputs),
+            self._joint if joint else self._near,
             bandwidth=config.bandwidth,
-            far=[far.far_field(joint) for far in self._far()],
+            far=[far.far_field(joint=True) for far in self._far()] if joint else (),
             apart=joint,
             far_mask=self._not_global(inputs) if joint else None,
             extra=global_part(inputs, config.global_tokens, config.bandwidth),
             held=self.held(),
         )
-        return out
+        return out if joint else self._add_far(out, (far.attend(inputs) for far in self._far()))
+
+    def _add_far(self, out: Tensor, terms: Iterable[Tensor]) -> Tensor:
+        """Separate terms, each with a denominator of its own."""
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        total = out.to(dtype)
+        for number, term in enumerate(terms, start=1):
+            total = torch.addcmul(total, self._log_weight(number, dtype).exp(), term.to(dtype))
+        return total.to(out.dtype)
 
     def _joint(self, parts: list[Partial], rows: slice) -> Tensor:
         """One denominator for all."""
@@ -112,19 +119,6 @@ class FmmAttention(Mechanism):
     def _near(self, parts: list[Partial], rows: slice) -> Tensor:
         """The near field alone, as one term of separate ones."""
         return self._log_weight(0, parts[0].numerator.dtype).exp() * normalise(parts[0])
-
-    def _separate(self, inputs: Inputs) -> Callable[[list[Partial], slice], Tensor]:
-        """A denominator for each."""
-        signed = any(not far.feature_map.positive for far in self._far())
-        count = visible_keys(inputs) if signed else None
-
-        def finish(parts: list[Partial], rows: slice) -> Tensor:
-            out = self._near(parts, rows)
-            for term, (far, part) in enumerate(zip(self._far(), parts[1:], strict=True), start=1):
-                out = out + self._log_weight(term, out.dtype).exp() * far.normaliser(count)([part], rows)
-            return out
-
-        return finish
 
     def new_state(self, batch, value_dim, dtype, device):
         sizes = batch, value_dim, dtype, device
@@ -147,12 +141,10 @@ class FmmAttention(Mechanism):
             leaving = window.leaving()
             afters = [combine(s, summarise(leaving, f))._asdict() for s, f in zip(states, fields, strict=True)]
         else:
-            afters = []
-            out = window.attend(self._near, held=self.held())
-            for term, (far, past) in enumerate(zip(self._far(), pasts, strict=True), start=1):
-                term_out, after = far.attend_after(inputs, past, fresh)
-                out = out + (self._log_weight(term, inputs.dtype).exp() * term_out).to(out.dtype)
-                afters.append(after)
+            near = window.attend(self._near, held=self.held())
+            found = [far.attend_after(inputs, past, fresh) for far, past in zip(self._far(), pasts, strict=True)]
+            out = self._add_far(near, (term for term, _ in found))
+            afters = [after for _, after in found]
         for term, after in enumerate(afters, start=1):
             new |= {f"far{term}.{name}": value for name, value in after.items()}
         return out, new

@@ -73,14 +73,14 @@ def no_keys(inputs: Inputs, far: FarField) -> State:
     return State.empty(B, K, features=far.num_features, scales=far.scales, value_dim=D, like=like)
 
 
-def keys_shown(inputs: Inputs, far: FarField, y: Tensor, rows: slice) -> Features:
-    """φ of some rows of the keys, zero for those that do not exist."""
+def keys_shown(inputs: Inputs, far: FarField, rows: slice, y: Tensor) -> Features:
+    """φ of the keys y, which are these rows of all; zero for those that do not exist."""
     k = far.keys(y.to(inputs.dtype), inputs.root)
     return k if inputs.key_mask is None else k.only(inputs.key_mask[:, None, rows, None])
 
 
 def key_blocks(inputs: Inputs, far: FarField) -> list[slice]:
-    """Where keys are summed block by block: no fewer keys a block than features, so that sums are no larger than values."""
+    """Blocks to sum keys in: of no fewer keys than there are features, so that sums are no larger than values."""
     B, K, L, D = inputs.k.shape
     width = max(D, far.num_features)
     return slices(L, block_length(L, B * K * width, width, 1, inputs.k.device))
@@ -97,11 +97,9 @@ def summarise(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> Sta
         y, v = inputs.k[:, :, rows], inputs.v[:, :, rows]
 
         def sum_block(y: Tensor, v: Tensor, rows: slice = rows) -> tuple[Tensor, ...]:
-            return sum_keys(keys_shown(inputs, far, y, rows), v.to(inputs.dtype))
+            return sum_keys(keys_shown(inputs, far, rows, y), v.to(inputs.dtype))
 
         with scratch(y):
             block = State(*recompute(sum_block, y, v, held=held))
         state = block if state is None else combine(state, block)
     return no_keys(inputs, far) if state is None else state
-
-

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .banded_attention import attend_band
-from .blocks import FarField, Rows, block_length, no_keys, slices, summarise
+from .blocks import FarField, Rows, block_length, no_keys, summarise
 from .inputs import Inputs
 from .linear_attention import TILE, Features, State, attend_tiles, read_state, running_states
 from .partial import Partial, merge

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .scratch import fresh, may_overwrite
+from .scratch import fresh
 
 _LOG2_E = math.log2(math.e)
 

@@ -69,8 +69,9 @@ def kept(x: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, add_to: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """`a @ b`, of the same leading dimensions; added to another tensor (and in its place) if there is one, or written to
-    `out`, where autograd does not look.
+    """`a @ b`, of the same leading dimensions; added to another tensor (and in its place) if there is one.
+
+    `out`: where to write it, where autograd does not look.
     """
     shape = (*a.shape[:-1], b.shape[-1])
     if not may_overwrite():

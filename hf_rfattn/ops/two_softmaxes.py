@@ -5,11 +5,12 @@ exp l_r(y_j) v_j / z_r,
 
     φ(x_i)ᵀ S / φ(x_i)ᵀ z = Σ_r softmax_r(l_r(x_i) + log z_r) μ_r,
 
-so that no denominator is left, and nothing can overflow. Backward computes both softmaxes again, a block at a time, from
-log z and μ alone.
+so that no denominator is left, and nothing can overflow. Backward computes both softmaxes again, a block at a time,
+from log z and μ alone.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def attend_to_all(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) ->
     tensors = (inputs.q, inputs.k, inputs.v, *held)
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return _attend(inputs, far, held)[0]
-    return _AttendToAll.apply(inputs._replace(q=None, k=None, v=None), far, *tensors)
+    return _AttendToAll.apply(inputs[3:], far, *tensors)
 
 
 def _attend(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +72,9 @@ class _AttendToAll(torch.autograd.Function):
     """The gradients of both softmaxes by hand, those of the features by autograd, block by block."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Inputs, far: FarField, q: Tensor, k: Tensor, v: Tensor, *held: Tensor) -> Tensor:
-        out, log_mass, mean = _attend(inputs._replace(q=q, k=k, v=v), far)
-        ctx.inputs, ctx.far = inputs, far
+    def forward(ctx: Any, known: tuple, far: FarField, q: Tensor, k: Tensor, v: Tensor, *held: Tensor) -> Tensor:
+        out, log_mass, mean = _attend(Inputs(q, k, v, *known), far)
+        ctx.known, ctx.far = known, far
         ctx.save_for_backward(q, k, v, out, log_mass, mean, *held)
         return out
 
@@ -81,9 +82,10 @@ class _AttendToAll(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, log_mass, mean, *held = ctx.saved_tensors
-        inputs, far, kv_heads = ctx.inputs._replace(q=q, k=k, v=v), ctx.far, k.shape[1]
-        learned = [t for t, needed in zip(held, ctx.needs_input_grad[5:], strict=True) if needed]
-        found: list[Tensor | None] = [None] * len(learned)
+        inputs, far, kv_heads = Inputs(q, k, v, *ctx.known), ctx.far, k.shape[1]
+        needed = ctx.needs_input_grad[5:]
+        learned = [t for t, n in zip(held, needed, strict=True) if n]
+        found: list[list[Tensor]] = [[] for _ in learned]  # the sum so far, or none
         dq, dk, dv = (Rows(x.shape[:3], x.shape[3], x) for x in (q, k, v))
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(log_mass)
 
@@ -97,8 +99,9 @@ class _AttendToAll(torch.autograd.Function):
                 if not logs.requires_grad:
                     return torch.zeros_like(x)
                 dx, *others = torch.autograd.grad(logs, [x, *learned], gradient.view_as(logs), allow_unused=True)
-                for i, new in enumerate(others):
-                    found[i] = new if found[i] is None else found[i] if new is None else found[i] + new
+                for sums, new in zip(found, others, strict=True):
+                    if new is not None:
+                        sums[:] = [sums[0] + new if sums else new]
                 return torch.zeros_like(x) if dx is None else dx
 
             return logs.detach(), back
@@ -117,10 +120,11 @@ class _AttendToAll(torch.autograd.Function):
             shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
             for rows in key_blocks(inputs, far):
                 with scratch(k):
-                    logs, back = features(k[:, :, rows], lambda y, rows=rows: keys_shown(inputs, far, y, rows))
+                    logs, back = features(k[:, :, rows], partial(keys_shown, inputs, far, rows))
                     weights = exp_less(logs, log_mass)
                     d_logs = product(inputs.value(v[:, :, rows]), d_mean.transpose(-1, -2)).sub_(shift).mul_(weights)
                     dv.put(product(weights, d_mean, out=dv.place(rows, d_mean.dtype)), rows)
                     dk.put(back(d_logs), rows)
-        gradients = iter(found)
-        return None, None, dq.joined(), dk.joined(), dv.joined(), *(next(gradients) if n else None for n in ctx.needs_input_grad[5:])
+        sums = iter(found)
+        d_held = [next(iter(next(sums)), None) if n else None for n in needed]
+        return None, None, dq.joined(), dk.joined(), dv.joined(), *d_held
