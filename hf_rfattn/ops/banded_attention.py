@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .inputs import Inputs
 from .partial import Partial, exp_less
-from .scratch import may_overwrite, product
+from .scratch import product
 from .tiles import neighbourhood
 
 
@@ -17,13 +17,11 @@ def attend_band(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, left: int, rig
 
     Queries `[B, Hkv, T, G·C, D]` and keys `[B, Hkv, left + T + right, C, D]` carry the scale already.
     """
-    allowed = allowed.to(v.dtype)
     scores = product(x, neighbourhood(y, left, right).transpose(-1, -2))
     rows = scores.unflatten(3, (-1, allowed.shape[3]))  # the query heads of a group apart
-    rows += allowed.log().unsqueeze(3)
+    rows += allowed.to(v.dtype).log().unsqueeze(3)
     scale = scores.detach().amax(dim=-1, keepdim=True)
-    weights = exp_less(scores, scale, reuse=True).view_as(rows)
-    weights = torch.mul(weights, allowed.unsqueeze(3), out=weights if may_overwrite() else None).view_as(scores)
+    weights = exp_less(scores, scale, reuse=True)
     return Partial(product(weights, neighbourhood(v, left, right)), weights.sum(-1, keepdim=True), scale)
 
 
@@ -36,7 +34,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Partial
     shown = allowed[:, None, None].to(q.dtype)
     scores = grouped @ k.unsqueeze(2).transpose(-1, -2) + shown.log()  # [B, Hkv, G, L, N]
     scale = scores.detach().amax(dim=-1, keepdim=True)
-    weights = exp_less(scores, scale) * shown
+    weights = exp_less(scores, scale)
     parts = (weights @ v.unsqueeze(2), weights.sum(-1, keepdim=True), scale)
     return Partial(*(x.reshape(B, H, L, -1) for x in parts))
 
@@ -88,7 +86,7 @@ def global_attention(inputs: Inputs, count: int, bandwidth: int) -> Partial:
     shown = present[:, None, None].to(v.dtype)
     scores = scores + shown.log()
     scale = scores.detach().amax(dim=-1, keepdim=True)
-    weights = exp_less(scores, scale) * shown
+    weights = exp_less(scores, scale)
     parts = (weights.unsqueeze(-1) * v).sum(-2), weights.sum(-1, keepdim=True), scale
     return Partial(*(z.reshape(B, H, L, -1) for z in parts))
 

@@ -52,14 +52,16 @@ class Rows:
         return self.whole[:, :, rows]
 
     def put(self, part: Tensor, rows: slice) -> None:
-        if self.whole is None and part.shape[2] == self.shape[2]:
-            self.parts.append(kept(part))
-            return
-        place = self.place(rows, self.like.dtype)
-        if place is None:
+        if not may_overwrite():
             self.parts.append(part)
-        elif place.data_ptr() != part.data_ptr():
+        elif self.whole is None and part.shape[2] == self.shape[2]:
+            self.parts.append(kept(part))
+        elif (place := self.place(rows, self.like.dtype)) is not None and place.data_ptr() != part.data_ptr():
             place.copy_(part)
+
+    @property
+    def empty(self) -> bool:
+        return self.whole is None and not self.parts
 
     def joined(self) -> Tensor:
         if self.whole is not None:

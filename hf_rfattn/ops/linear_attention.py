@@ -190,11 +190,10 @@ def attend_tiles(
     lies `beyond`: states `[B, Hkv, T, …]`, each with the queries that may read it, if not all.
     """
     groups = q.log.shape[3] // allowed.shape[3]
-    allowed = allowed.to(v.dtype)
     q_scale, k_scale = q.largest(-1), k.largest(-1)
     shape = (*v.shape[:2], q.log.shape[2], allowed.shape[3], allowed.shape[4])
     pair_scale = neighbourhood(k_scale, left, right).transpose(-1, -2)  # c_j
-    pair_scale = torch.add(pair_scale, allowed.log(), out=fresh(shape, v))
+    pair_scale = torch.add(pair_scale, allowed.to(v.dtype).log(), out=fresh(shape, v))
     scale = _repeat(pair_scale.amax(-1, keepdim=True), groups) + q_scale
     reads = []
     for state, mine in beyond:
@@ -202,7 +201,7 @@ def attend_tiles(
         reads.append(read if mine is None else read.only(_repeat(mine, groups)))
         scale = torch.maximum(scale, reads[-1].largest(-1))
 
-    offsets = exp_less(_repeat(pair_scale, groups), scale - q_scale, reuse=True).mul_(_repeat(allowed, groups))
+    offsets = exp_less(_repeat(pair_scale, groups), scale - q_scale, reuse=True)
     phi, psi = q.divided(q_scale, reuse=True), neighbourhood(k.divided(k_scale, reuse=True), left, right)
     weights = product(phi, psi.transpose(-1, -2)).mul_(offsets)
     numerator, denominator = product(weights, neighbourhood(v, left, right)), weights.sum(-1, keepdim=True)

@@ -89,20 +89,21 @@ class _AttendToAll(torch.autograd.Function):
         dq, dk, dv = (Rows(x.shape[:3], x.shape[3], x) for x in (q, k, v))
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(log_mass)
 
-        def features(x: Tensor, logs_of: Callable[[Tensor], Features]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-            """Log-features, and what takes their gradient to that of x (and to what is learned)."""
+        def features(x: Tensor, logs_of: Callable[[Tensor], Features]) -> tuple[Tensor, Callable[[Tensor, Rows], None]]:
+            """Log-features, and what takes their gradient on to x, and to what is learned."""
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
                 logs = logs_of(x).log
 
-            def back(gradient: Tensor) -> Tensor:
+            def back(gradient: Tensor, dx: Rows) -> None:
                 if not logs.requires_grad:
-                    return torch.zeros_like(x)
-                dx, *others = torch.autograd.grad(logs, [x, *learned], gradient.view_as(logs), allow_unused=True)
-                for sums, new in zip(found, others, strict=True):
+                    return
+                gradients = torch.autograd.grad(logs, [x, *learned], gradient.view_as(logs), allow_unused=True)
+                if gradients[0] is not None:
+                    dx.put(gradients[0], rows)
+                for sums, new in zip(found, gradients[1:], strict=True):
                     if new is not None:
                         sums[:] = [sums[0] + new if sums else new]
-                return torch.zeros_like(x) if dx is None else dx
 
             return logs.detach(), back
 
@@ -116,7 +117,7 @@ class _AttendToAll(torch.autograd.Function):
                     d_logs = product(g, mean.transpose(-1, -2)).sub_(shift).mul_(weights)
                     d_mean += product(weights.transpose(-1, -2), g)
                     d_mass += d_logs.sum(-2, keepdim=True)
-                    dq.put(back(d_logs), rows)
+                    back(d_logs, dq)
             shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
             for rows in key_blocks(inputs, far):
                 with scratch(k):
@@ -124,7 +125,7 @@ class _AttendToAll(torch.autograd.Function):
                     weights = exp_less(logs, log_mass)
                     d_logs = product(inputs.value(v[:, :, rows]), d_mean.transpose(-1, -2)).sub_(shift).mul_(weights)
                     dv.put(product(weights, d_mean, out=dv.place(rows, d_mean.dtype)), rows)
-                    dk.put(back(d_logs), rows)
+                    back(d_logs, dk)
         sums = iter(found)
         d_held = [next(iter(next(sums)), None) if n else None for n in needed]
-        return None, None, dq.joined(), dk.joined(), dv.joined(), *d_held
+        return None, None, *(None if d.empty else d.joined() for d in (dq, dk, dv)), *d_held
