@@ -117,7 +117,7 @@ def _variables(document: Any, given: Mapping[str, str], where: str) -> dict[str,
         if name not in named:
             raise ValueError(f"--set {name}: {where} has no such variable; it has {', '.join(named) or 'none'}.")
     variables = {name: given.get(name, default) for name, default in named.items()}
-    if missing := [name for name, value in variables.items() if value is None]:
+    if missing := [name for name, value in variables.items() if value in (None, "")]:
         raise ValueError(f"{where} needs {' and '.join(f'--set {name}=...' for name in missing)}.")
     return {name: str(value) for name, value in variables.items()}
 

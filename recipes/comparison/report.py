@@ -32,7 +32,7 @@ def write_report(summary: Mapping[str, Any], folder: Path) -> list[Path]:
 def report(summary: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading(summary["title"], 1)
     yield from accuracy(summary)
-    yield from speed(summary)
+    yield from speed_of(summary)
     yield from origin(summary)
 
 
@@ -77,16 +77,21 @@ def title_of(table: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> s
     return f"{table['part']}, {table['length']:,} tokens" if several else str(table["part"])
 
 
-def _task(table: Mapping[str, Any]) -> Iterator[Block]:
+def budget_of(table: Mapping[str, Any]) -> str:
+    """What was trained on what, for how long."""
     data = " ".join(filter(None, [table["dataset"]["name"], table["dataset"].get("config")]))
-    budget = table["budget"]
-    yield Paragraph(
-        f"{table['model']} on {data}, {metric_name(table)} on {table['examples']:,} "
-        f"{'tokens' if table['metric'] == 'perplexity' else 'examples'} of {table['dataset']['split']}; "
-        + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in budget.items())
-        + (f"; {table['processes']} processes" if table["processes"] > 1 else "")
-        + "."
+    unit = "tokens" if table["metric"] == "perplexity" else "examples"
+    processes = f"; {table['processes']} processes" if table["processes"] > 1 else ""
+    return (
+        f"{table['model']} on {data}, {metric_name(table)} on {table['examples']:,} {unit} of "
+        f"{table['dataset']['split']}; "
+        + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in table["budget"].items())
+        + f"{processes}."
     )
+
+
+def _task(table: Mapping[str, Any]) -> Iterator[Block]:
+    yield Paragraph(budget_of(table))
     share = "times softmax's" if table["lower_is_better"] else "share of softmax's"
     headings = [
         "attention", metric_name(table), share, "way from average to softmax", "samples/s", "error before",
@@ -112,7 +117,7 @@ def _task(table: Mapping[str, Any]) -> Iterator[Block]:
     yield Table("", headings, rows, [kind(row["attention"], row["control"]) for row in table["rows"]])
 
 
-def speed(summary: Mapping[str, Any]) -> Iterator[Block]:
+def speed_of(summary: Mapping[str, Any]) -> Iterator[Block]:
     """Training, by task, length and processes."""
     yield Heading("Training speed and memory")
     entries = summary["speed"]
