@@ -6,12 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import demo
 import pytest
 import torch
 import yaml
 from compare import main as compare
 from comparison import launch, plan
-from recipe_models import make_bert
+from recipe_models import make_bert, run_apart
 from result_documents import make_checkpoint, task
 
 from hf_rfattn.hub.folder import checkpoint_fingerprint
@@ -187,25 +188,28 @@ def stand_in(tmp_path, monkeypatch, bert):
     favor = {"mechanism": "favor+", "num_features": 8}
     make_checkpoint(tmp_path / "model", favor)
 
-    def start(*, told=None, changes=None, **arguments):
+    def result(run):
+        softmax = run.options.attention == "softmax"
+        own = checkpoint_fingerprint(tmp_path / "model") if run.options.attention == "favor+" else "another"
+        return task(
+            "softmax" if softmax else favor if own != "another" else {"mechanism": run.options.attention or "average"},
+            0.75 if softmax else 0.5 if own != "another" else 0.25,
+            seed=run.options.seed,
+            options=launch.as_document(run.options),
+            processes=run.processes,
+            main_metric="accuracy",
+            budget={"steps": 2, "max_length": 64},
+            checkpoint=own if run.options.seed == 0 else "another",
+        )
+
+    def start(*, file=None, told=None, changes=None, begin=compare, **arguments):
         path.write_text(yaml.safe_dump({**SMALL, **(changes or {})}))
-        results = {
-            run.name: task(
-                "softmax" if "softmax" in run.name else favor,
-                0.75 if "softmax" in run.name else 0.5,
-                seed=run.options.seed,
-                options=launch.as_document(run.options),
-                processes=run.processes,
-                main_metric="accuracy",
-                budget={"steps": 2, "max_length": 64},
-                checkpoint=checkpoint_fingerprint(tmp_path / "model") if run.options.seed == 0 else "another",
-            )
-            for run in plan.read_plan(path, tmp_path / "out", {"model": bert}).runs
-        }
+        runs = plan.read_plan(file or path, tmp_path / "out", {"model": bert}).runs
+        results = {run.name: result(run) for run in runs}
         behaviour = {**(told or {}), "results": results, "model": str(tmp_path / "model")}
         script.with_suffix(".json").write_text(json.dumps(behaviour))
         try:
-            compare(path, output=tmp_path / "out", set=[f"model={bert}"], **arguments)
+            begin(**{"config": path, "set": [f"model={bert}"], "output": tmp_path / "out", **arguments})
         except SystemExit as stop:
             return stop.code
         return 0
@@ -304,3 +308,36 @@ def test_only_the_report(stand_in, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         compare(tmp_path / "no-such.yaml", output=tmp_path / "empty", report_only=True)
     assert stop.value.code == 2 and "holds no results of a comparison" in capsys.readouterr().err
+
+
+def test_the_demo_ends_with_a_table_a_checkpoint_its_card_and_what_comes_next(stand_in, bert, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "LENGTHS", [16, 32])
+    file = demo.FOLDER / "compare" / "demo.yaml"
+
+    def begin(config, set, output):
+        demo.main(output=output, model=bert)
+
+    assert stand_in(file=file, begin=begin) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for row in ("softmax", "favor+", "rff", "fmm", "hedgehog", "average"):
+        assert f"│ {row}" in said
+    checkpoint = stand_in.output / "runs/acceptability_favor+_seed_0/model"
+    assert str(checkpoint) in said and (checkpoint / "README.md").exists()
+    assert "hf-rfattn inspect" in said and "faster than softmax: favor+" in said
+    for name in ("report.html", "report.md", "pareto.png", "ops.json", "ops.png"):
+        assert (stand_in.output / name).exists()
+
+
+@pytest.mark.slow
+def test_real_runs(tmp_path, bert):
+    """Two rows in processes of their own, one of them on two processes; nothing stands in for anything."""
+    path = tmp_path / "file.yaml"
+    two = {"label": "two", "recipe": "glue", "rows": ["favor+"], "processes": [2], "accuracy": False}
+    path.write_text(yaml.safe_dump({**SMALL, "tasks": [{**SMALL["tasks"][0], "rows": ["softmax"]}, two]}))
+    words = ["--set", f"model={bert}", "--output", str(tmp_path / "out")]
+    done = run_apart("compare.py", path, *words)
+    assert "[2/2] two_favor+_seed_0: accuracy" in done.stdout
+    summary = json.loads((tmp_path / "out/report.json").read_text())
+    assert [table["part"] for table in summary["accuracy"]] == ["sst2"]
+    assert {(e["row"], e["processes"]) for e in summary["speed"]} == {("softmax", 1), ("favor+", 2)}
+    assert all(entry["tokens_per_second"]["mean"] is None for entry in summary["speed"])  # two steps are not timed
