@@ -33,7 +33,9 @@ INTERRUPTED = 130
 def main(
     config: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="What to compare.")],
     output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
-    set: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the file.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A variable of the file.")
+    ] = None,
     report_only: Annotated[bool, typer.Option("--report-only", help="Make the report from what is there.")] = False,
     redo: Annotated[bool, typer.Option("--redo", help="Make results again that other options have made.")] = False,
 ) -> None:
@@ -42,7 +44,7 @@ def main(
     failures: list[Failure] = []
     if not report_only:
         with told_at_once():
-            plan = read_plan(config, output.resolve(), variables(set or []))
+            plan = read_plan(config, output.resolve(), variables(assignments or []))
             left = unfinished(plan, output.resolve(), redo)
         failures = run_all(plan, left, output.resolve(), console)
     with told_at_once():

@@ -34,7 +34,7 @@ def main(
     console = Console(highlight=False)
     with told_at_once():
         folder = model_folder(model)
-    compare.main(FOLDER / "compare" / "demo.yaml", output=output, set=[f"model={folder}"])
+    compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=[f"model={folder}"])
     times = time_by_length(output)
     console.print("\n[bold]What this means[/bold]")
     console.print(

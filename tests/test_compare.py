@@ -150,7 +150,7 @@ def test_the_launcher_that_fits(planned, monkeypatch):
     words, environment = launch.launch_command(two)
     assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     assert environment["ACCELERATE_USE_CPU"] == "true" and environment["OMP_NUM_THREADS"] == "3"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     words, environment = launch.launch_command(two)
     assert words[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
     assert "ACCELERATE_USE_CPU" not in environment
@@ -209,7 +209,7 @@ def stand_in(tmp_path, monkeypatch, bert):
         behaviour = {**(told or {}), "results": results, "model": str(tmp_path / "model")}
         script.with_suffix(".json").write_text(json.dumps(behaviour))
         try:
-            begin(**{"config": path, "set": [f"model={bert}"], "output": tmp_path / "out", **arguments})
+            begin(**{"config": path, "assignments": [f"model={bert}"], "output": tmp_path / "out", **arguments})
         except SystemExit as stop:
             return stop.code
         return 0
@@ -314,7 +314,7 @@ def test_the_demo_ends_with_a_table_a_checkpoint_its_card_and_what_comes_next(st
     monkeypatch.setattr(demo, "LENGTHS", [16, 32])
     file = demo.FOLDER / "compare" / "demo.yaml"
 
-    def begin(config, set, output):
+    def begin(config, assignments, output):
         demo.main(output=output, model=bert)
 
     assert stand_in(file=file, begin=begin) == 0

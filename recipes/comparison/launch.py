@@ -28,7 +28,7 @@ from .plan import Plan, Run, folder_of
 
 LOG, RESULTS = "log.txt", "results"
 TAIL = 6  # lines of a failed run's log that are shown
-PATIENCE = 10.0  # seconds that an interrupted run has to end by itself
+PATIENCE = 40.0  # seconds that an interrupted run has to end by itself; torchrun gives its own processes 30
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(run.script.parents[1]), os.environ.get("PYTHONPATH")]))
     }
     words = [str(run.script), *run.words, *extra]
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(run.processes)]
         return [sys.executable, *launcher, *words], environment
     environment["ACCELERATE_USE_CPU"] = "true"
@@ -86,12 +86,7 @@ def launch(run: Run, output: Path, watch: Callable[[str], None]) -> Failure | No
     """Run it to its end; `watch` is told the last line of its log now and then. An unfinished run goes on."""
     folder = folder_of(output, run.name)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        check_same_run(folder / RUN, run.options)
-        how = "--resume"
-    except ValueError:
-        how = "--overwrite"
-    words, environment = launch_command(run, how)
+    words, environment = launch_command(run, "--resume" if _goes_on(run, output) else "--overwrite")
     log = folder / LOG
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -113,6 +108,15 @@ def launch(run: Run, output: Path, watch: Callable[[str], None]) -> Failure | No
     if not (folder / RESULT).exists():
         return Failure(run, f"it left no {RESULT}; the end of {log}:\n{last_lines(log, TAIL)}")
     return None
+
+
+def _goes_on(run: Run, output: Path) -> bool:
+    """Whether what lies there is an unfinished run with the same options. A result that is made again is not."""
+    try:
+        check_same_run(folder_of(output, run.name) / RUN, run.options)
+    except ValueError:
+        return False
+    return not result_file(output, run).exists()
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -146,7 +150,7 @@ def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
 
 
 def time_left(runs: list[Run], seconds: Mapping[str, list[float]]) -> float | None:
-    """Of runs to come, from those of the same recipe that are done, or else of any."""
+    """Of runs to come, from those of the same task that are done, or else of any."""
     known = [each for times in seconds.values() for each in times]
     if not known:
         return None

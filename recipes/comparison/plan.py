@@ -173,7 +173,8 @@ def _check_run(run: Run) -> None:
         options = run.options
         ShareOfBatches(TrainingOrder(1, options.batch_size, 0), 0, 0, 0, run.processes, options.accumulate)
         find_source(options.data, "owner/name", None, "sst2", None)
-        if torch.cuda.is_available() and run.processes > torch.cuda.device_count():
-            raise ValueError(f"{run.processes} processes need as many GPUs; there are {torch.cuda.device_count()}.")
+        if torch.accelerator.is_available() and run.processes > torch.accelerator.device_count():
+            there = torch.accelerator.device_count()
+            raise ValueError(f"{run.processes} processes need as many GPUs; there are {there}.")
     except ValueError as error:
         raise ValueError(f"{run.name}: {error}") from error

@@ -67,7 +67,7 @@ def overview_table(summary: Mapping[str, Any]) -> Table:
         share = percent(each["mean_share_of_softmax"])
         rows.append([each["row"], *cells, share, ROLES.get(each["control"], "")])
     columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
-    kinds = [kind(each["row"], each["control"]) for each in summary["overview"]]
+    kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
     return Table("", ["attention", *columns, "mean share of softmax's score", ""], rows, kinds)
 
 

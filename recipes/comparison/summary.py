@@ -193,6 +193,7 @@ def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         overview.append(
             {
                 "row": name,
+                "attention": next(row["attention"] for row in found if row),
                 "control": next((row["control"] for row in found if row and row["control"]), None),
                 "mean_share_of_softmax": statistics.mean(shares) if complete else None,
             }
