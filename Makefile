@@ -1,5 +1,6 @@
 # make test     the suite, in .venv (made on first use)
-# make demo     a real pretrained BERT with each mechanism: tables, plots and demo_out/result.json
+# make demo     a real pretrained BERT fine-tuned with each mechanism on a small task: table, plots, models and cards in demo_out
+# make compare  the same on real tasks (recipes/compare/accuracy.yaml), into compare_out: DATA and MODELS are folders
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat demo bench peers bench-peers readme style format clean
+.PHONY: test compat demo compare bench peers bench-peers readme style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -33,6 +34,9 @@ compat:
 
 demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/python recipes/demo.py $(ARGS)
+
+compare: $(VENV)/.recipes
+	HF_HUB_OFFLINE=1 $(BIN)/python recipes/compare.py recipes/compare/accuracy.yaml --set data=$(DATA) --set models=$(MODELS) --output compare_out $(ARGS)
 
 bench: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench ops $(ARGS)
@@ -58,7 +62,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info demo_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info demo_out compare_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
@@ -78,7 +82,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[dev,recipes]'
 	touch $(VENV)/.base $@
 
-$(VENV)/.demo: requirements-demo.txt $(VENV)/.base
+$(VENV)/.recipes: $(VENV)/.torch pyproject.toml
+	$(PIP) install -c $(VENV)/constraints.txt -e '.[recipes]'
+	touch $(VENV)/.base $@
+
+$(VENV)/.demo: requirements-demo.txt $(VENV)/.recipes
 	$(PIP) install --no-deps --require-hashes -r requirements-demo.txt
 	touch $@
 

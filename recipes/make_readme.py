@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
+from comparison.plots import pareto
+from comparison.report import budget_of, overview_table, speed_of, title_of
+from comparison.summary import KIND as COMPARISON
+from comparison.summary import summarise
 
 from hf_rfattn.bench import decode_report, model_report, ops_report
 from hf_rfattn.bench.bars import AT_LEAST, MET
 from hf_rfattn.bench.peers import NAMES as PEERS
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import machine
+from hf_rfattn.hub.documents import TaskResult, parse_result
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of those measured; the files hold all
+
+ACCURACY = "accuracy"  # the folder of the comparison's results
 
 Results = dict[str, dict[str, Any]]
 
@@ -41,8 +49,9 @@ def main(
 
 
 def read_documents(folder: Path) -> Results:
-    """By file name."""
-    return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    """By file name; those of the comparison lie in a folder of their own."""
+    paths = [*sorted(folder.glob("*.json")), *sorted((folder / ACCURACY).glob("*.json"))]
+    return {str(path.relative_to(folder)): json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def fill(text: str, documents: Results) -> str:
@@ -67,6 +76,9 @@ def draw_missing_plots(documents: Results, folder: Path) -> None:
         path = (folder / name).with_suffix(".png")
         if document["kind"] in draw and not path.exists():
             draw[document["kind"]](document).savefig(path, dpi=150)
+    for block in _comparison(documents):
+        if isinstance(block, Image) and not (folder / ACCURACY / block.name).exists():
+            block.figure.savefig(folder / ACCURACY / block.name, dpi=150)
 
 
 def of_kind(documents: Results, kind: str) -> list[tuple[str, dict[str, Any]]]:
@@ -259,7 +271,44 @@ def _decode(name: str, document: dict[str, Any]) -> Iterator[str]:
     yield _table(["", *(f"{context:,} tokens" for context in document["contexts"])], rows)
 
 
-SECTIONS: list[tuple[str, Callable[[Results], str]]] = [("speed", speed)]
+# The accuracy part --------------------------------------------------------------------------------------------------
+
+
+def accuracy(documents: Results) -> str:
+    """All tasks at a glance, accuracy against speed, speed by processes and length."""
+    blocks = list(_comparison(documents))
+    return as_markdown(
+        blocks or [Paragraph("Nothing has been compared yet.")], lambda name: _address(f"{ACCURACY}/{name}")
+    )
+
+
+def _comparison(documents: Results) -> Iterator[Block]:
+    parsed = [parse_result(document, name) for name, document in documents.items() if COMPARISON in document]
+    results = [result for result in parsed if isinstance(result, TaskResult)]
+    if not results:
+        return
+    summary = summarise(results)
+    tables = summary["accuracy"]
+    yield Paragraph(
+        f"Fine-tuned with each attention on {' and '.join(summary['machines'])} a process, every row with the budget "
+        "of its softmax row; scores in %, mean ± standard deviation over seeds. `average` (no attention) and `band` (a "
+        f"window alone) are controls. [All of it]({_address(ACCURACY)}), made by `make compare`."
+    )
+    yield overview_table(summary)
+    yield Paragraph("\n".join(f"- {title_of(table, tables)}: {budget_of(table)}" for table in tables))
+    if figure := pareto(summary):
+        yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
+    judged = {table["part"] for table in tables}
+    timed = {**summary, "speed": [entry for entry in summary["speed"] if entry["part"] not in judged]}
+    if timed["speed"]:
+        yield from (block for block in speed_of(timed) if not isinstance(block, Heading))
+
+
+def _address(name: str) -> str:
+    return f"recipes/results/{name}"
+
+
+SECTIONS: list[tuple[str, Callable[[Results], str]]] = [("accuracy", accuracy), ("speed", speed)]
 
 
 if __name__ == "__main__":

@@ -42,11 +42,12 @@ def test_everything_in_the_speed_part_comes_from_results(make_readme, tmp_path):
     (folder / "ops.json").write_text(json.dumps(document))
     (folder / "peers.json").write_text(json.dumps(with_peers))
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- speed:start -->\nold\n<!-- speed:end -->\nafter\n")
+    compared = "<!-- accuracy:start -->\n<!-- accuracy:end -->\n"
+    readme.write_text(f"{compared}before\n<!-- speed:start -->\nold\n<!-- speed:end -->\nafter\n")
 
     make_readme.main(readme, folder)
     text = readme.read_text()
-    assert text.startswith("before\n<!-- speed:start -->\n**One") and text.endswith("\n<!-- speed:end -->\nafter\n")
+    assert "before\n<!-- speed:start -->\n**One" in text and text.endswith("\n<!-- speed:end -->\nafter\n")
     assert document["hardware"]["cpu"] in text and "1 thread, torch" in text
     assert "| bidirectional, forward, float32 | favor+, M = 8 | 12.3 × |" in text
     assert "| bidirectional, forward, M = 8 | performer-pytorch | 3.21 × | – |" in text
@@ -63,7 +64,8 @@ def test_everything_in_the_speed_part_comes_from_results(make_readme, tmp_path):
 
 
 def test_nothing_measured_and_markers_that_are_missing(make_readme):
-    marked = "<!-- speed:start -->\n<!-- speed:end -->"
-    assert "Nothing has been measured yet." in make_readme.fill(marked, {})
-    with pytest.raises(ValueError, match="must have <!-- speed:start -->"):
+    marked = "".join(f"<!-- {name}:start -->\n<!-- {name}:end -->\n" for name, _ in make_readme.SECTIONS)
+    filled = make_readme.fill(marked, {})
+    assert "Nothing has been measured yet." in filled and "Nothing has been compared yet." in filled
+    with pytest.raises(ValueError, match="must have <!-- accuracy:start -->"):
         make_readme.fill("no markers", {})

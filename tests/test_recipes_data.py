@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -105,6 +106,26 @@ def test_the_sample_hides_its_labels_from_bags_of_words(schema):
     assert max(shares.values()) < 1.1 * min(shares.values())
     validation = {str({**r, "idx": 0}) for r in sample.make(schema, "validation")}
     assert len(validation & {str({**r, "idx": 0}) for r in rows}) < len(validation) / 2
+
+
+def test_the_sample_sentences_are_right_or_have_two_words_swapped():
+    """The grammar takes the right ones, refuses the wrong ones, and takes these again after the right swap."""
+
+    def one_of(words):
+        return f"(?:{'|'.join(words)})"
+
+    phrase = f"the (?:{one_of(sample.ADJECTIVES)} ){{0,2}}{one_of(sample.NOUNS)}"
+    place = f"(?: {one_of(sample.PREPOSITIONS)} {phrase})"
+    grammar = re.compile(
+        rf"(?:{one_of(sample.OPENINGS)} )?{phrase}{place}? {one_of(sample.VERBS)} {phrase}{place}{{0,2}} \."
+    )
+    rows = sample.make("cola", "train")
+    for row in rows[:500]:
+        words = row["sentence"].split()
+        swaps = (" ".join([*words[:i], words[i + 1], words[i], *words[i + 2 :]]) for i in range(len(words) - 2))
+        assert bool(grammar.fullmatch(row["sentence"])) == bool(row["label"])
+        assert row["label"] or any(map(grammar.fullmatch, swaps))
+    assert 0.48 < sum(row["label"] for row in rows) / len(rows) < 0.52
 
 
 def test_the_sample_questions_have_answers_where_they_say():

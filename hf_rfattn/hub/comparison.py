@@ -1,8 +1,9 @@
 """Which results stand beside which, and what they say in plain words. Every number here comes from result documents."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .documents import Metric, Result, SpeedResult, TaskResult
 from .folder import SOFTMAX, CheckpointFolder, mechanism_names_in
@@ -98,14 +99,24 @@ def _role(result: TaskResult, own: TaskResult, same: Sequence[TaskResult]) -> st
         return OTHER_SEED
     if result.attention == SOFTMAX:
         return SAME_BUDGET
-    names, mine = mechanism_names_in(result.attention), mechanism_names_in(own.attention)
+    return control_of(result.attention, [own.attention]) or OTHER
+
+
+def control_of(attention: Any, others: Iterable[Any]) -> str | None:
+    """What a row is a control of, beside others in one table.
+
+    >>> control_of({"mechanism": "average"}, [])
+    'control: plain average, no attention'
+    >>> control_of("favor+", ["softmax"]), control_of("favor+", [{"mechanism": "fmm", "far": ["favor+"]}])
+    (None, 'control: far field alone')
+    """
+    names = mechanism_names_in(attention)
     if names == ["average"]:
         return NO_ATTENTION
     if names == ["band"]:
         return NEAR
-    if mine[:1] == ["fmm"] and len(names) == 1 and names[0] in mine[1:]:
-        return FAR
-    return OTHER
+    far = {name for other in map(mechanism_names_in, others) if other[:1] == ["fmm"] for name in other[1:]}
+    return FAR if len(names) == 1 and names[0] in far else None
 
 
 def crossover(speed: SpeedResult) -> int | None:

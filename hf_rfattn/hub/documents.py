@@ -10,6 +10,7 @@ kind "task", one a training run:
     dataset       {name, [config], split, fingerprint}: what it was measured on
     attention     "softmax", a mechanism's document {"mechanism": ..., options}, or {"layers": {"0-5": either, ...}}
     metrics       {name: {value, n, [scale], [lower_is_better]}}; n: examples; scale: a perfect score, 1 or 100
+    [main_metric] the one that tables and plots show first; else the first
     budget        {epochs or steps, learning_rate, ...}: runs compared with each other have equal budgets
     samples_per_second, tokens_per_second, peak_memory_bytes, wall_time_seconds: numbers or null
     [checkpoint]  `checkpoint_fingerprint` of the folder this run saved
@@ -66,6 +67,7 @@ class TaskResult(Result):
     task_type: str
     dataset: Mapping[str, Any]
     metrics: Mapping[str, Metric]
+    main_metric: str
     budget: Mapping[str, Any]
     samples_per_second: float | None
     tokens_per_second: float | None
@@ -146,6 +148,9 @@ def _parse_task(fields: "_Fields", shared: dict[str, Any]) -> TaskResult:
     metrics = fields.inside("metrics")
     if not metrics.document:
         raise ValueError(f"{fields.where}: metrics is empty; a result without a metric says nothing.")
+    main_metric = fields.document.get("main_metric", next(iter(metrics.document)))
+    if main_metric not in metrics.document:
+        raise ValueError(f"{fields.where}: main_metric {main_metric!r} is none of {', '.join(metrics.document)}.")
     return TaskResult(
         **shared,
         base_license=None if fields.value("base_license") is None else fields.text("base_license"),
@@ -153,6 +158,7 @@ def _parse_task(fields: "_Fields", shared: dict[str, Any]) -> TaskResult:
         task_type=fields.text("task_type"),
         dataset=dataset.document,
         metrics={name: _parse_metric(metrics.inside(name), name) for name in metrics.document},
+        main_metric=main_metric,
         budget=fields.mapping("budget"),
         samples_per_second=fields.positive("samples_per_second"),
         tokens_per_second=fields.positive("tokens_per_second"),

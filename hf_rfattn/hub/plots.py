@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def plot_results(comparisons: Sequence[Comparison], timings: Sequence[SpeedResult], path: Path) -> None:
-    """A panel for each task's first metric, one for time and one for memory of each speed result; written as PNG."""
+    """A panel for each task's main metric, one for time and one for memory of each speed result; written as PNG."""
     from matplotlib.figure import Figure
 
     with_memory = [speed for speed in timings if any(t.patched_peak_bytes for t in speed.lengths)]
@@ -33,7 +33,7 @@ def _bars(axes: "Axes", comparison: Comparison) -> None:
     from ..bench.plotting import line_style
 
     own = comparison.own
-    metric = next(iter(own.metrics))
+    metric = own.main_metric
     rows = [row for row in comparison.rows if metric in row.result.metrics][::-1]
     names = [(mechanism_names_in(row.result.attention) or [SOFTMAX])[0] for row in rows]
     values = [row.result.metrics[metric].value for row in rows]

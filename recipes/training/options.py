@@ -5,7 +5,7 @@ import difflib
 import json
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -155,12 +155,20 @@ def file_as_arguments(options: type[RunOptions], path: Path) -> list[str]:
         raise ValueError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{path} must hold fields, as in `task: sst2`, not {type(document).__name__}.")
+    return fields_as_arguments(options, document, str(path))
+
+
+def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], where: str) -> list[str]:
+    """
+    >>> fields_as_arguments(RunOptions, {"batch-size": 8, "attention_options": {"bandwidth": 4}}, "here")
+    ['--batch_size=8', '--attention_options', 'bandwidth=4']
+    """
     kinds = {f.name: f.type for f in dataclasses.fields(options)}
     words: list[str] = []
-    for key, value in document.items():
+    for key, value in fields.items():
         name = str(key).replace("-", "_")
         if name not in kinds:
-            raise ValueError(f"{path}: unknown field {key!r}{_nearest(name, list(kinds))}; known: {', '.join(kinds)}.")
+            raise ValueError(f"{where}: unknown field {key!r}{_nearest(name, list(kinds))}; known: {', '.join(kinds)}.")
         if value is None:
             continue
         if isinstance(value, dict):

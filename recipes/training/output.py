@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def check_output(options: RunOptions) -> bool:
     if options.overwrite or not output.exists():
         return False
     if options.resume:
-        _check_same_run(output / RUN, options)
+        check_same_run(output / RUN, options)
         return finished
     if finished:
         raise ValueError(f"{output} holds a finished run. Choose another --output, or --overwrite it.")
@@ -50,17 +51,22 @@ def check_output(options: RunOptions) -> bool:
     return False
 
 
-def _check_same_run(path: Path, options: RunOptions) -> None:
+def check_same_run(path: Path, options: RunOptions) -> None:
     """A run goes on with the options it began with."""
     if not path.exists():
         return
     before, now = json.loads(path.read_text(encoding="utf-8")), as_document(options)
-    for name in now:
-        if name not in FREE and before.get(name) != now[name]:
-            raise ValueError(
-                f"--resume: the run in {path.parent} began with {flag(name)} {before.get(name)!r}, not {now[name]!r}. "
-                "Give the same options again, or choose another --output."
-            )
+    name = first_difference(before, now)
+    if name is not None:
+        raise ValueError(
+            f"--resume: the run in {path.parent} began with {flag(name)} {before.get(name)!r}, not {now[name]!r}. "
+            "Give the same options again, or choose another --output."
+        )
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first option that makes two runs different ones."""
+    return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
 
 
 def as_document(options: RunOptions) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def finish_result(
         },
         "attention": attention,
         "metrics": loop.kept_metrics,
+        "main_metric": task.main_metric,
         "budget": budget(options, prepared, loop.steps),
         "samples_per_second": rate(progress.samples, progress),
         "tokens_per_second": rate(progress.tokens, progress),

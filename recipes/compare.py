@@ -1,0 +1,125 @@
+"""Attention kinds × tasks × seeds × processes × lengths, from one YAML file, and a report of what they cost and buy.
+
+    python recipes/compare.py recipes/compare/accuracy.yaml --set data=DIR --set models=DIR --output compare_out
+
+Runs that have a result are not made again, so the same command goes on after an interruption. `comparison/
+configuration.py` explains the file; the report is made from OUTPUT/results and nothing else.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from comparison.blocks import as_rich
+from comparison.card import best_checkpoint
+from comparison.launch import Failure, collect, launch, outcome, task_of, time_left, unfinished
+from comparison.plan import Plan, Run, read_plan
+from comparison.report import overview_table, write_report
+from comparison.summary import read_summary
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from training.progress import clock
+from training.run import told_at_once
+
+NOTE = 60  # characters of a run's last line beside the bar
+INTERRUPTED = 130
+
+
+def main(
+    config: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="What to compare.")],
+    output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A variable of the file.")
+    ] = None,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Make the report from what is there.")] = False,
+    redo: Annotated[bool, typer.Option("--redo", help="Make results again that other options have made.")] = False,
+) -> None:
+    """Compare kinds of attention by fine-tuning a model with each, and report accuracy, speed and memory."""
+    console = Console(highlight=False)
+    failures: list[Failure] = []
+    if not report_only:
+        with told_at_once():
+            plan = read_plan(config, output.resolve(), variables(assignments or []))
+            left = unfinished(plan, output.resolve(), redo)
+        failures = run_all(plan, left, output.resolve(), console)
+    with told_at_once():
+        finish(output, console)
+    for failure in failures:
+        console.print(f"[bold red]Failed:[/] {failure.run.name}", soft_wrap=True)
+    if failures:
+        console.print(f"{len(failures)} of the runs failed and are missing above; the same command tries them again.")
+        sys.exit(1)
+
+
+def variables(assignments: list[str]) -> dict[str, str]:
+    for each in assignments:
+        if "=" not in each:
+            raise ValueError(f"--set {each!r} is no assignment; write NAME=VALUE.")
+    return dict(each.split("=", 1) for each in assignments)
+
+
+def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list[Failure]:
+    """Every run that is left; returns those that failed. Ctrl-C ends the run at hand and loses nothing else."""
+    console.print(
+        f"{plan.title}: {len(plan.runs)} runs, {len(left)} to make, in {output}", soft_wrap=True, markup=False
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    failures: list[Failure] = []
+    seconds: dict[str, list[float]] = {}
+    columns = (
+        BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[note]}", style="dim", markup=False),
+    )  # fmt: skip
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(left), left="", note="")
+        for i, run in enumerate(left):
+            remaining = time_left(left[i:], seconds)
+            bar.update(task, description=run.name, left="" if remaining is None else f"about {clock(remaining)} left")
+            if run.needs in [failure.run.name for failure in failures]:
+                failure: Failure | None = Failure(run, f"it needs {run.needs}, which failed")
+            else:
+                started = time.monotonic()
+                try:
+                    failure = launch(run, output, lambda line: bar.update(task, note=line[-NOTE:]))
+                except KeyboardInterrupt:
+                    console.print("Interrupted. Nothing is lost: the same command goes on from here.")
+                    sys.exit(INTERRUPTED)
+            if failure is None:
+                document = collect(plan, run, output)
+                seconds.setdefault(task_of(run), []).append(time.monotonic() - started)
+                said = f"{outcome(document)} in {clock(time.monotonic() - started)}"
+            else:
+                failures.append(failure)
+                said = f"FAILED: {failure.reason}"
+            remaining = time_left(left[i + 1 :], seconds)
+            ahead = f"; about {clock(remaining)} left" if remaining else ""
+            console.print(f"[{i + 1}/{len(left)}] {run.name}: {said}{ahead}", soft_wrap=True, markup=False)
+            bar.update(task, advance=1, note="")
+    return failures
+
+
+def _interrupt(number: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def finish(output: Path, console: Console) -> Mapping[str, Any]:
+    """The report, its first table, and where everything is."""
+    summary = read_summary(output / "results")
+    written = write_report(summary, output)
+    if summary["accuracy"]:
+        console.print(as_rich(overview_table(summary), summary["title"]))
+    for path in written:
+        console.print(f"Written: {path}", soft_wrap=True, markup=False)
+    best = best_checkpoint(summary, output)
+    if best:
+        console.print(f"Best linear attention: {best.row}, {best.folder} (its card: README.md there)", soft_wrap=True)
+    return summary
+
+
+if __name__ == "__main__":
+    typer.run(main)

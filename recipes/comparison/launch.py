@@ -1,0 +1,167 @@
+"""Runs one after the other, each in processes of its own; a run that fails does not stop the others.
+
+OUTPUT/runs/NAME/           what the recipe writes there, and log.txt, all that it has said
+OUTPUT/results/NAME.json    its result, with its place in the report: there if and only if the run is finished
+"""
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from training.options import flag
+from training.output import MODEL, RESULT, RUN, as_document, check_same_run, first_difference
+
+from hf_rfattn.bench.results import write_result
+from hf_rfattn.hub.comparison import number
+
+from .plan import Plan, Run, folder_of
+
+LOG, RESULTS = "log.txt", "results"
+TAIL = 6  # lines of a failed run's log that are shown
+PATIENCE = 40.0  # seconds that an interrupted run has to end by itself; torchrun gives its own processes 30
+
+
+@dataclass(frozen=True)
+class Failure:
+    run: Run
+    reason: str
+
+
+def result_file(output: Path, run: Run) -> Path:
+    return output / RESULTS / f"{run.name}.json"
+
+
+def unfinished(plan: Plan, output: Path, redo: bool) -> list[Run]:
+    """Runs that are to be made: those without a result, and what they need first."""
+    left = [run for run in plan.runs if not _finished(run, plan, output, redo)]
+    needed = {run.needs for run in left}
+    return [run for run in left if run.place is not None or run.name in needed]
+
+
+def _finished(run: Run, plan: Plan, output: Path, redo: bool) -> bool:
+    """A result that was made with other options raises, unless it is to be made again."""
+    path = result_file(output, run)
+    if not path.exists():
+        return False
+    document = json.loads(path.read_text(encoding="utf-8"))
+    before = {**document["options"], "processes": document["processes"]}
+    now = {**plan.portable(as_document(run.options)), "processes": run.processes}
+    name = first_difference(before, now)
+    if name is not None and not redo:
+        raise ValueError(
+            f"{path} was made with {flag(name)} {before.get(name)!r}, not {now[name]!r}. --redo makes it again; or "
+            "choose another --output."
+        )
+    return name is None and (run.place is not None or (folder_of(output, run.name) / MODEL).exists())
+
+
+def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
+    """The words that start a run with the launcher that fits, and the environment it needs."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(run.script.parents[1]), os.environ.get("PYTHONPATH")]))
+    }
+    words = [str(run.script), *run.words, *extra]
+    if torch.accelerator.is_available():
+        launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(run.processes)]
+        return [sys.executable, *launcher, *words], environment
+    environment["ACCELERATE_USE_CPU"] = "true"
+    environment["OMP_NUM_THREADS"] = str(run.threads or max(1, (os.cpu_count() or 1) // run.processes))
+    if run.processes > 1:  # which accelerate's launcher does not start on a CPU
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.processes)]
+        return [sys.executable, *launcher, *words], environment
+    return [sys.executable, *words], environment
+
+
+def launch(run: Run, output: Path, watch: Callable[[str], None]) -> Failure | None:
+    """Run it to its end; `watch` is told the last line of its log now and then. An unfinished run goes on."""
+    folder = folder_of(output, run.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    words, environment = launch_command(run, "--resume" if _goes_on(run, output) else "--overwrite")
+    log = folder / LOG
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Ctrl-C comes to us, and we end all of its processes
+        )
+        try:
+            while process.poll() is None:
+                watch(last_lines(log, 1))
+                time.sleep(0.2)
+        finally:
+            end(process)
+    if process.returncode:
+        return Failure(run, f"exit code {process.returncode}; the end of {log}:\n{last_lines(log, TAIL)}")
+    if not (folder / RESULT).exists():
+        return Failure(run, f"it left no {RESULT}; the end of {log}:\n{last_lines(log, TAIL)}")
+    return None
+
+
+def _goes_on(run: Run, output: Path) -> bool:
+    """Whether what lies there is an unfinished run with the same options. A result that is made again is not."""
+    try:
+        check_same_run(folder_of(output, run.name) / RUN, run.options)
+    except ValueError:
+        return False
+    return not result_file(output, run).exists()
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """A run that is still going is asked, then made, to stop, with all processes of its launcher."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, kind)
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def last_lines(log: Path, count: int) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - 4000))
+        text = stream.read().decode(errors="replace")
+    return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-count:])
+
+
+def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
+    """Put a finished run's result where the report reads it, without folders of this machine."""
+    folder = folder_of(output, run.name)
+    document = plan.portable(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    if run.place is not None:
+        document["comparison"] = {"title": plan.title, **run.place}
+    if not plan.keep_models and run.place is not None:
+        shutil.rmtree(folder / MODEL, ignore_errors=True)
+    write_result(document, result_file(output, run))
+    return document
+
+
+def time_left(runs: list[Run], seconds: Mapping[str, list[float]]) -> float | None:
+    """Of runs to come, from those of the same task that are done, or else of any."""
+    known = [each for times in seconds.values() for each in times]
+    if not known:
+        return None
+    return sum(statistics.mean(seconds.get(task_of(run), known)) for run in runs)
+
+
+def task_of(run: Run) -> str:
+    return run.name if run.place is None else str(run.place["part"])
+
+
+def outcome(document: Mapping[str, Any]) -> str:
+    """In a few words."""
+    name = document["main_metric"]
+    return f"{name} {number(document['metrics'][name]['value'])}"

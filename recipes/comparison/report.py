@@ -1,0 +1,200 @@
+"""The report of a comparison, from its summary alone: what is said about accuracy, speed, and how it was made."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_rfattn.bench.plotting import SOFTMAX
+from hf_rfattn.bench.results import write_result
+from hf_rfattn.commands import in_bytes
+from hf_rfattn.hub.comparison import FAR, NEAR, NO_ATTENTION, number
+
+from .blocks import Block, Heading, Image, Paragraph, Table, as_html, as_markdown
+from .plots import crossover, pareto
+
+DASH = "–"
+ROLES = {NO_ATTENTION: "control: no attention", NEAR: "control: window alone", FAR: "far field of fmm alone"}
+
+
+def write_report(summary: Mapping[str, Any], folder: Path) -> list[Path]:
+    """report.md with its plots, report.html, report.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks = list(report(summary))
+    write_result(dict(summary), folder / "report.json")
+    for block in blocks:
+        if isinstance(block, Image):
+            block.figure.savefig(folder / block.name, dpi=150, metadata={"Software": None})
+    (folder / "report.md").write_text(as_markdown(blocks), encoding="utf-8")
+    (folder / "report.html").write_text(as_html(summary["title"], blocks), encoding="utf-8")
+    return [folder / "report.html", folder / "report.md", folder / "report.json"]
+
+
+def report(summary: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading(summary["title"], 1)
+    yield from accuracy(summary)
+    yield from speed_of(summary)
+    yield from origin(summary)
+
+
+def accuracy(summary: Mapping[str, Any]) -> Iterator[Block]:
+    """All tasks at a glance, the plot, then a table a task."""
+    if not summary["accuracy"]:
+        return
+    yield Heading("Accuracy")
+    yield Paragraph(
+        "Every row had the budget of its softmax row: the same model, data, steps and learning rate of the weights. "
+        "Mean ± standard deviation over seeds. Controls are not meant to be used: `average` is no attention at all, "
+        "`band` a window alone. A row that is no better than a control has not shown that it attends. The error is "
+        "that of the attention's outputs relative to softmax's, mean over layers, before and after training."
+    )
+    yield overview_table(summary)
+    if figure := pareto(summary):
+        yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
+    for table in summary["accuracy"]:
+        yield Heading(title_of(table, summary["accuracy"]), 3)
+        yield from _task(table)
+
+
+def overview_table(summary: Mapping[str, Any]) -> Table:
+    """A column a task, and the mean share of softmax's score."""
+    tables = summary["accuracy"]
+    rows = []
+    for each in summary["overview"]:
+        cells = []
+        for table in tables:
+            row = next((row for row in table["rows"] if row["row"] == each["row"]), None)
+            cells.append(DASH if row is None else score(row["metric"], table["scale"]))
+        share = percent(each["mean_share_of_softmax"])
+        rows.append([each["row"], *cells, share, ROLES.get(each["control"], "")])
+    columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
+    kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
+    return Table("", ["attention", *columns, "mean share of softmax's score", ""], rows, kinds)
+
+
+def title_of(table: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:
+    """The task, with the length where it has several."""
+    several = len({other["length"] for other in tables if other["part"] == table["part"]}) > 1
+    return f"{table['part']}, {table['length']:,} tokens" if several else str(table["part"])
+
+
+def budget_of(table: Mapping[str, Any]) -> str:
+    """What was trained on what, for how long."""
+    data = " ".join(filter(None, [table["dataset"]["name"], table["dataset"].get("config")]))
+    unit = "tokens" if table["metric"] == "perplexity" else "examples"
+    processes = f"; {table['processes']} processes" if table["processes"] > 1 else ""
+    return (
+        f"{table['model']} on {data}, {metric_name(table)} on {table['examples']:,} {unit} of "
+        f"{table['dataset']['split']}; "
+        + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in table["budget"].items())
+        + f"{processes}."
+    )
+
+
+def _task(table: Mapping[str, Any]) -> Iterator[Block]:
+    yield Paragraph(budget_of(table))
+    share = "times softmax's" if table["lower_is_better"] else "share of softmax's"
+    headings = [
+        "attention", metric_name(table), share, "way from average to softmax", "samples/s", "error before",
+        "error after", "seeds", "options", "",
+    ]  # fmt: skip
+    rows = []
+    for row in table["rows"]:
+        over = row["over_softmax"]
+        errors = row["attention_error"] or {}
+        rows.append(
+            [
+                row["row"],
+                score(row["metric"], table["scale"]),
+                f"{over:.3f} ×" if table["lower_is_better"] and over else percent(over),
+                percent(row["from_average_to_softmax"]),
+                rate(row["samples_per_second"]),
+                *(f"{errors[when]:.2f}" if errors.get(when) is not None else DASH for when in ("before", "after")),
+                ", ".join(map(str, row["seeds"])),
+                row["attention"],
+                ROLES.get(row["control"], ""),
+            ]
+        )
+    yield Table("", headings, rows, [kind(row["attention"], row["control"]) for row in table["rows"]])
+
+
+def speed_of(summary: Mapping[str, Any]) -> Iterator[Block]:
+    """Training, by task, length and processes."""
+    yield Heading("Training speed and memory")
+    entries = summary["speed"]
+    yield Paragraph(
+        "Steps of training alone, without the first three. Memory is the peak of the largest process. Scaling is the "
+        "speed of all processes over as many times that of one with the same number of threads (100 % is perfect)."
+    )
+    headings = ["attention", "length", "processes", "samples/s", "tokens/s", "over softmax", "scaling", "peak memory"]
+    for part, where in dict.fromkeys((each["part"], each["machine"]) for each in entries):
+        found = [each for each in entries if (each["part"], each["machine"]) == (part, where)]
+        rows = [
+            [
+                each["row"],
+                f"{each['length']:,}",
+                str(each["processes"]),
+                rate(each["samples_per_second"]),
+                rate(each["tokens_per_second"]),
+                f"{each['over_softmax']:.2f} ×" if each["over_softmax"] else DASH,
+                percent(each["efficiency"]) if each["processes"] > 1 else DASH,
+                in_bytes(each["peak_memory_bytes"]) if each["peak_memory_bytes"] else DASH,
+            ]
+            for each in found
+        ]
+        kinds = [kind(each["attention"], each["control"]) for each in found]
+        yield Table(f"{part}, {where} a process", headings, rows, kinds)
+    if figure := crossover(summary):
+        yield Image(
+            "crossover.png", "Tokens a second in training by length; rings mark where a row equals softmax", figure
+        )
+    if summary["crossovers"]:
+        said = [f"{each['row']} ({each['part']}) {crossing(each)}" for each in summary["crossovers"]]
+        yield Paragraph(f"Trains faster than softmax: {'; '.join(said)}.")
+
+
+def crossing(each: Mapping[str, Any]) -> str:
+    if each["length"] is None:
+        return f"at no length up to {max(each['lengths']):,}"
+    about = f" (equal at about {each['interpolated']:,})" if each["interpolated"] else ""
+    return f"from {each['length']:,} tokens on{about}"
+
+
+def origin(summary: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading("How it was made")
+    commits = [
+        (each["commit"] or "a commit that was not recorded") + (" with uncommitted changes" if each["changed"] else "")
+        for each in summary["commits"]
+    ]
+    versions = [", ".join(f"{k} {v}" for k, v in each.items() if v) for each in summary["versions"]]
+    yield Paragraph(
+        f"From {len(summary['files'])} result files and nothing else. On {' and '.join(summary['machines'])} a "
+        f"process; hf_rfattn at {', '.join(commits)}; {'; or '.join(versions)}."
+    )
+
+
+def metric_name(table: Mapping[str, Any]) -> str:
+    return str(table["metric"]).replace("_", " ")
+
+
+def kind(attention: str, control: str | None) -> str:
+    if attention == SOFTMAX:
+        return SOFTMAX
+    return "control" if control in (NO_ATTENTION, NEAR) else ""
+
+
+def score(value: Mapping[str, Any], scale: float | None) -> str:
+    """Scores in percent, others as they are."""
+    factor = 100 / scale if scale else 1.0
+    text = f"{factor * value['mean']:.1f}" if scale else number(value["mean"])
+    return text if value["spread"] is None else f"{text} ± {factor * value['spread']:.1f}"
+
+
+def rate(value: Mapping[str, Any]) -> str:
+    if value["mean"] is None:
+        return DASH
+    text = number(value["mean"], 3)
+    return text if value["spread"] is None else f"{text} ± {number(value['spread'], 2)}"
+
+
+def percent(value: float | None) -> str:
+    return DASH if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,343 @@
+"""Comparisons: what a file asks for, what is refused at once, and how runs are started, skipped, and survive."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import demo
+import pytest
+import torch
+import yaml
+from compare import main as compare
+from comparison import launch, plan
+from recipe_models import make_bert, run_apart
+from result_documents import make_checkpoint, task
+
+from hf_rfattn.hub.folder import checkpoint_fingerprint
+
+QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 16, "batch_size": 8, "max_steps": 2}
+SMALL = {
+    "title": "Small",
+    "variables": {"model": None},
+    "training": {**QUICK, "model": "${model}"},
+    "attention": [{"label": "softmax"}, {"label": "favor+", "options": {"num_features": 8}}],
+    "tasks": [{"label": "sst2", "recipe": "glue", "training": {"task": "sst2"}}],
+}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def planned(tmp_path, bert):
+    """From the fields of a file to its plan."""
+
+    def make(**changes):
+        path = tmp_path / "file.yaml"
+        path.write_text(yaml.safe_dump({**SMALL, **changes}))
+        return plan.read_plan(path, tmp_path / "out", {"model": bert})
+
+    return make
+
+
+def test_runs_are_rows_by_tasks_by_seeds_by_processes_by_lengths(planned, tmp_path, bert):
+    made = planned(
+        seeds=[0, 1],
+        tasks=[
+            {"label": "sst2", "recipe": "glue", "training": {"task": "sst2"}},
+            {"label": "A pair", "recipe": "snli", "rows": ["favor+"], "seeds": [5], "processes": [1, 2],
+             "lengths": [16, 32], "threads": 1, "accuracy": False},
+        ],
+    )  # fmt: skip
+    names = [run.name for run in made.runs]
+    assert names[:4] == ["sst2_softmax_seed_0", "sst2_favor+_seed_0", "sst2_softmax_seed_1", "sst2_favor+_seed_1"]
+    assert names[4:] == [
+        f"A-pair_favor+_{length}_tokens_{processes}_processes_seed_5" for length in (16, 32) for processes in (1, 2)
+    ]
+    second = made.runs[1].options
+    assert (second.model, second.attention, second.attention_options) == (bert, "favor+", ["num_features=8"])
+    assert (second.task, second.seed, second.output) == ("sst2", 0, str(tmp_path / "out/runs/sst2_favor+_seed_0"))
+    assert made.runs[1].place == {"part": "sst2", "row": "favor+", "order": [0, 1], "accuracy": True}
+    last = made.runs[-1]
+    assert (last.processes, last.threads, last.options.max_length, last.place["accuracy"]) == (2, 1, 32, False)
+    assert made.portable({"model": bert, "x": [1, f"--output={tmp_path}/out/runs"]}) == {
+        "model": "${model}",
+        "x": [1, "--output=${output}/runs"],
+    }
+
+
+def test_rows_may_differ_in_options_of_the_recipe(planned):
+    rows = [
+        {"label": "softmax"},
+        {"label": "hedgehog"},
+        {"label": "hedgehog, fast", "mechanism": "hedgehog", "training": {"mechanism_learning_rate": 0.01}},
+    ]
+    plain, fast = (run.options for run in planned(attention=rows).runs[1:])
+    assert (plain.attention, plain.mechanism_learning_rate) == ("hedgehog", None)
+    assert (fast.attention, fast.mechanism_learning_rate) == ("hedgehog", 0.01)
+
+
+def test_a_run_that_comes_before(planned, tmp_path):
+    (tmp_path / "shape.json").write_text('{"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}')
+    before = {"recipe": "lm", "training": {"model": None, "from_scratch": str(tmp_path / "shape.json")}}
+    lm = {"label": "lm", "recipe": "lm", "before": before, "training": {"model": "${before}/model"}}
+    first, *others = planned(tasks=[lm]).runs
+    assert (first.name, first.place, first.options.model) == ("lm_before", None, None)
+    assert {run.options.model for run in others} == {f"{first.options.output}/model"}
+    assert {run.needs for run in others} == {"lm_before"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": []}, "unknown field 'task' (did you mean 'tasks'?)"),
+        ({"tasks": []}, "tasks must be a list"),
+        ({"seeds": [0, "one"]}, "seeds must be a list of numbers, as in [1, 2], not [0, 'one']"),
+        ({"processes": 2}, "processes must be a list of numbers"),
+        ({"threads": 0}, "threads must be a whole number above 0"),
+        ({"keep_models": "no"}, "keep_models must be true or false"),
+        ({"attention": [{"label": "favor+"}]}, "attention has no softmax"),
+        ({"attention": [{"label": "softmax"}, {"label": "favour"}]}, "Unknown attention 'favour'"),
+        ({"attention": [{"label": "softmax"}, {"label": "rff", "options": {"features": 3}}]}, "no option 'features'"),
+        ({"attention": [{"label": "softmax"}, {"label": "rff", "training": {"learning_rate": 1}}]},
+         "the row 'rff' has its own learning_rate, but rows can only be compared if they share that"),
+        ({"attention": [{"label": "softmax"}, {"label": "linear", "training": {"mechanism_learning_rate": 1}}]},
+         "'linear' has no parameters for a mechanism_learning_rate"),
+        ({"attention": [{"label": "softmax"}, {"label": "softmax"}]}, "sst2_softmax_seed_0 would be run twice"),
+        ({"tasks": [{"label": "a", "recipe": "glu"}]}, "there is no recipe 'glu'; there are glue, snli, squad, lm"),
+        ({"tasks": [{"label": "a", "recipe": "glue", "rows": ["rff"]}]}, "a wants the row 'rff'"),
+        ({"tasks": [{"label": "a", "recipe": "glue", "before": {"recipe": "lm"}}]}, "before has no 'training'"),
+        ({"tasks": [{"recipe": "glue"}]}, "tasks[0] has no 'label'"),
+        ({"training": {"batchsize": 3}}, "unknown field 'batchsize' (did you mean --batch-size?)"),
+        ({"training": {"seed": 3}}, "seed cannot be set as training options"),
+        ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, output, recipes"),
+        ({"training": {**QUICK, "epochs": "few"}}, "sst2_softmax_seed_0: argument --epochs"),
+        ({"training": {**QUICK, "model": "./nowhere"}}, "--model: there is no folder './nowhere'"),
+        ({"training": {**QUICK, "data": "./nowhere"}}, "--data './nowhere' is neither a folder"),
+        ({"processes": [3]}, "--batch-size 8 cannot be shared by 3 processes"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_before_any_run(planned, changes, message):
+    with pytest.raises(ValueError) as error:
+        planned(**changes)
+    assert message in str(error.value) and "file.yaml" in str(error.value)
+
+
+def test_variables_and_files(tmp_path):
+    path = tmp_path / "file.yaml"
+    with pytest.raises(ValueError, match="There is no file"):
+        plan.read_plan(path, tmp_path, {})
+    path.write_text("a: [")
+    with pytest.raises(ValueError, match="is not YAML"):
+        plan.read_plan(path, tmp_path, {})
+    path.write_text(yaml.safe_dump(SMALL))
+    with pytest.raises(ValueError, match=r"file\.yaml needs --set model=\.\.\."):
+        plan.read_plan(path, tmp_path, {})
+    with pytest.raises(ValueError, match=r"--set modle: file\.yaml has no such variable; it has model"):
+        plan.read_plan(path, tmp_path, {"modle": "x"})
+
+
+def test_the_launcher_that_fits(planned, monkeypatch):
+    alone, two = (planned(processes=[1, 2]).runs[i] for i in (0, 2))
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    words, environment = launch.launch_command(alone, "--resume")
+    assert words[:2] == [sys.executable, str(alone.script)] and words[-1] == "--resume"
+    assert environment["OMP_NUM_THREADS"] == "6"
+    words, environment = launch.launch_command(two)
+    assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    assert environment["ACCELERATE_USE_CPU"] == "true" and environment["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    words, environment = launch.launch_command(two)
+    assert words[1:5] == ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    assert "ACCELERATE_USE_CPU" not in environment
+
+
+# Runs that take no time: a script that leaves the result of a recipe --------------------------------------------------
+
+STAND_IN = """
+import json, shutil, sys, time
+from pathlib import Path
+words = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word and word.startswith("--"))
+output = Path(words["output"])
+with (output / "calls").open("a") as calls:
+    calls.write(sys.argv[-1] + "\\n")
+behaviour = json.loads(Path(__file__).with_suffix(".json").read_text())
+print("about to train")
+do = behaviour.get(output.name)
+if do == "fail":
+    sys.exit("the loss became nan")
+if do == "hang":
+    print("hanging", flush=True)
+    time.sleep(600)
+shutil.copytree(behaviour["model"], output / "model", dirs_exist_ok=True)
+(output / "result.json").write_text(json.dumps(behaviour["results"][output.name]))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch, bert):
+    """A comparison whose runs do as they are told; returns a function that starts it and gives the exit code."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(plan.Run, "script", property(lambda run: script))
+    path = tmp_path / "file.yaml"
+    favor = {"mechanism": "favor+", "num_features": 8}
+    make_checkpoint(tmp_path / "model", favor)
+
+    def result(run):
+        softmax = run.options.attention == "softmax"
+        own = checkpoint_fingerprint(tmp_path / "model") if run.options.attention == "favor+" else "another"
+        return task(
+            "softmax" if softmax else favor if own != "another" else {"mechanism": run.options.attention or "average"},
+            0.75 if softmax else 0.5 if own != "another" else 0.25,
+            seed=run.options.seed,
+            options=launch.as_document(run.options),
+            processes=run.processes,
+            main_metric="accuracy",
+            budget={"steps": 2, "max_length": 64},
+            checkpoint=own if run.options.seed == 0 else "another",
+        )
+
+    def start(*, file=None, told=None, changes=None, begin=compare, **arguments):
+        path.write_text(yaml.safe_dump({**SMALL, **(changes or {})}))
+        runs = plan.read_plan(file or path, tmp_path / "out", {"model": bert}).runs
+        results = {run.name: result(run) for run in runs}
+        behaviour = {**(told or {}), "results": results, "model": str(tmp_path / "model")}
+        script.with_suffix(".json").write_text(json.dumps(behaviour))
+        try:
+            begin(**{"config": path, "assignments": [f"model={bert}"], "output": tmp_path / "out", **arguments})
+        except SystemExit as stop:
+            return stop.code
+        return 0
+
+    start.calls = lambda name: (tmp_path / "out/runs" / name / "calls").read_text().split()
+    start.output = tmp_path / "out"
+    return start
+
+
+def test_finished_runs_are_not_made_again(stand_in, capsys):
+    assert stand_in() == 0
+    assert "2 runs, 2 to make" in capsys.readouterr().out
+    result = json.loads((stand_in.output / "results/sst2_favor+_seed_0.json").read_text())
+    assert result["options"]["model"] == "${model}" and result["comparison"]["row"] == "favor+"
+    card = (stand_in.output / "runs/sst2_favor+_seed_0/model/README.md").read_text()
+    assert "softmax, same budget" in card and "0.75" in card  # and not the result of its own run alone
+
+    assert stand_in() == 0
+    assert "2 runs, 0 to make" in capsys.readouterr().out
+    assert stand_in.calls("sst2_favor+_seed_0") == ["--resume"]
+
+    assert stand_in(changes={"seeds": [0, 1]}) == 0
+    assert "4 runs, 2 to make" in capsys.readouterr().out
+
+    other = {"training": {**SMALL["training"], "learning_rate": 0.5}}
+    assert stand_in(changes=other) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "sst2_softmax_seed_0.json was made with --learning-rate 5e-05, not 0.5. --redo makes it again" in said
+    assert stand_in(changes=other, redo=True) == 0
+    assert len(stand_in.calls("sst2_softmax_seed_0")) == 2
+
+
+def test_a_run_that_fails_does_not_stop_the_others(stand_in, capsys):
+    assert stand_in(told={"sst2_softmax_seed_0": "fail"}) == 1
+    said = capsys.readouterr().out
+    assert "sst2_softmax_seed_0: FAILED: exit code 1" in said and "the loss became nan" in said
+    assert "[2/2] sst2_favor+_seed_0: accuracy 0.5" in said
+    assert "1 of the runs failed" in said and (stand_in.output / "report.html").exists()
+    assert stand_in() == 0
+    assert "2 runs, 1 to make" in capsys.readouterr().out
+
+
+def test_what_needs_a_failed_run_is_not_tried(stand_in, tmp_path, capsys):
+    before = {"recipe": "lm", "training": {"model": None, "from_scratch": str(tmp_path / "shape.json")}}
+    lm = {"label": "lm", "recipe": "lm", "before": before, "training": {"model": "${before}/model"}}
+    changes = {"tasks": [*SMALL["tasks"], lm]}
+    assert stand_in(told={"lm_before": "fail"}, changes=changes) == 1
+    said = capsys.readouterr().out
+    assert said.count("it needs lm_before, which failed") == 2
+    assert not (stand_in.output / "runs/lm_softmax_seed_0").exists()
+
+
+def test_ctrl_c_ends_the_run_at_hand_and_nothing_is_lost(stand_in, monkeypatch, capsys):
+    seen = []
+    last_lines = launch.last_lines
+
+    def interrupt(log, count):
+        text = last_lines(log, count)
+        if "hanging" in text:
+            seen.append(log)
+            raise KeyboardInterrupt
+        return text
+
+    monkeypatch.setattr(launch, "last_lines", interrupt)
+    started = time.monotonic()
+    assert stand_in(told={"sst2_favor+_seed_0": "hang"}) == 130
+    assert seen and time.monotonic() - started < 60
+    assert "the same command goes on from here" in capsys.readouterr().out
+    assert not processes_with(str(seen[0].parent))
+    monkeypatch.undo()
+    assert (stand_in.output / "results/sst2_softmax_seed_0.json").exists()
+
+
+def processes_with(text):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text in path.read_text():
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def test_models_can_be_left_out(stand_in):
+    assert stand_in(changes={"keep_models": False}) == 0
+    assert not list(stand_in.output.glob("runs/*/model")) and len(list(stand_in.output.glob("results/*.json"))) == 2
+
+
+def test_only_the_report(stand_in, tmp_path, capsys):
+    assert stand_in() == 0
+    (stand_in.output / "report.html").unlink()
+    compare(tmp_path / "no-such.yaml", output=stand_in.output, report_only=True)
+    assert (stand_in.output / "report.html").exists()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        compare(tmp_path / "no-such.yaml", output=tmp_path / "empty", report_only=True)
+    assert stop.value.code == 2 and "holds no results of a comparison" in capsys.readouterr().err
+
+
+def test_the_demo_ends_with_a_table_a_checkpoint_its_card_and_what_comes_next(stand_in, bert, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "LENGTHS", [16, 32])
+    file = demo.FOLDER / "compare" / "demo.yaml"
+
+    def begin(config, assignments, output):
+        demo.main(output=output, model=bert)
+
+    assert stand_in(file=file, begin=begin) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for row in ("softmax", "favor+", "rff", "fmm", "hedgehog", "average"):
+        assert f"│ {row}" in said
+    checkpoint = stand_in.output / "runs/acceptability_favor+_seed_0/model"
+    assert str(checkpoint) in said and (checkpoint / "README.md").exists()
+    assert "hf-rfattn inspect" in said and "faster than softmax: favor+" in said
+    for name in ("report.html", "report.md", "pareto.png", "ops.json", "ops.png"):
+        assert (stand_in.output / name).exists()
+
+
+@pytest.mark.slow
+def test_real_runs(tmp_path, bert):
+    """Two rows in processes of their own, one of them on two processes; nothing stands in for anything."""
+    path = tmp_path / "file.yaml"
+    two = {"label": "two", "recipe": "glue", "rows": ["favor+"], "processes": [2], "accuracy": False}
+    path.write_text(yaml.safe_dump({**SMALL, "tasks": [{**SMALL["tasks"][0], "rows": ["softmax"]}, two]}))
+    words = ["--set", f"model={bert}", "--output", str(tmp_path / "out")]
+    done = run_apart("compare.py", path, *words)
+    assert "[2/2] two_favor+_seed_0: accuracy" in done.stdout
+    summary = json.loads((tmp_path / "out/report.json").read_text())
+    assert [table["part"] for table in summary["accuracy"]] == ["sst2"]
+    assert {(e["row"], e["processes"]) for e in summary["speed"]} == {("softmax", 1), ("favor+", 2)}
+    assert all(entry["tokens_per_second"]["mean"] is None for entry in summary["speed"])  # two steps are not timed
