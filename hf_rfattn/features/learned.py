@@ -44,10 +44,13 @@ class HedgehogFeatures(FeatureMap):
         return self.query_weight.shape[1] * self.query_weight.shape[2]
 
 
-class LearnedPositiveFeatures(FeatureMap):
-    """φ(x)_r = M^(-1/2) exp(ω_rᵀx - τ|x|²/2): FAVOR+ whose ω, starting at its random draw, and τ are learned.
+START_TEMPERATURE = 0.25  # taught from there, features of real heads come closer to softmax than from 1
 
-    ω is one a head and role, τ one a key head. At τ = 1 and before training it is FAVOR+ exactly.
+
+class LearnedPositiveFeatures(FeatureMap):
+    """φ(x)_r = M^(-1/2) exp(τ^(1/2) ω_rᵀx - τ|x|²/2): FAVOR+ of a kernel exp(τ xᵀy), with ω and τ learned.
+
+    ω, one a head and role, starts at the random draw of FAVOR+; τ is one a key head, and at 1 gives FAVOR+ exactly.
     """
 
     def __init__(
@@ -71,15 +74,20 @@ class LearnedPositiveFeatures(FeatureMap):
         ).float()
         self.query_projection = nn.Parameter(drawn.repeat_interleave(num_heads // num_kv_heads, dim=0))
         self.key_projection = nn.Parameter(drawn)
-        self.log_temperature = nn.Parameter(torch.zeros(num_kv_heads))
+        self.log_temperature = nn.Parameter(torch.full((num_kv_heads,), math.log(START_TEMPERATURE)))
 
     def forward(self, x: Tensor, role: Role) -> Features:
-        groups = x.shape[1] // len(self.log_temperature)
-        temperature = self.log_temperature.to(x.dtype).exp().repeat_interleave(groups)[:, None, None]
-        return self._features(x, role, -math.log(self.num_features) / 2 - temperature * squared_norm(x) / 2)
+        x = self._scaled(x)
+        return self._features(x, role, -math.log(self.num_features) / 2 - squared_norm(x) / 2)
 
     def queries_of_a_quotient(self, x: Tensor) -> Features:
-        return self._features(x, "query", None)
+        return self._features(self._scaled(x), "query", None)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """τ^(1/2) x"""
+        groups = x.shape[1] // len(self.log_temperature)
+        root = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
+        return x * root[:, None, None]
 
     def _features(self, x: Tensor, role: Role, shift: Tensor | None) -> Features:
         log = per_head_product(x, self.query_projection if role == "query" else self.key_projection)

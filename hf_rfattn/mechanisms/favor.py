@@ -24,8 +24,8 @@ class FavorConfig(MechanismConfig):
     `hadamard_blocks`: factors H·D of the Hadamard product. `kernel`: "softmax", or "relu" for the generalised attention
     of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
     `hf_rfattn.calibrate` measures. `redraw_interval`: training steps between new draws; None keeps the first.
-    `trainable`: ω, of queries and of keys, and a scale of |x|² become parameters, which start at the draw; no new ones
-    are drawn then.
+    `trainable`: ω, of queries and of keys, starts at the draw and is learned, and so is a temperature; no new ω are
+    drawn then.
     """
 
     num_features: int | None = None

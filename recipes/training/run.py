@@ -33,7 +33,7 @@ from .distill import make_teacher
 from .evaluation import evaluate, evaluation_loaders
 from .loop import Loop
 from .lora import add_adapters
-from .models import attention_of, has_new_head, set_attention
+from .models import attention_of, has_new_head, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
 from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output
@@ -88,6 +88,11 @@ def run(task: Task) -> Path:
         check_space(output, sum(p.numel() for p in prepared.model.parameters()), options)
         teacher = make_teacher(accelerator, prepared.model, has_new_head(prepared.model, options), options)
         error_before = first_look(prepared, order)
+        if options.transfer_steps and not mechanism_parameters(prepared.model):
+            raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
+        if options.lora_rank:
+            add_adapters(prepared.model, options.lora_rank)
+        optimizer = make_optimizer(prepared.model, options)
     attention = attention_of(prepared.model)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -114,9 +119,6 @@ def run(task: Task) -> Path:
             transferred = transfer(accelerator, prepared, order, options, a_few(prepared, order))
             tell.say(str(transferred))
             look("after transfer")
-        if options.lora_rank:
-            add_adapters(prepared.model, options.lora_rank)
-        optimizer = make_optimizer(prepared.model, options)
 
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
