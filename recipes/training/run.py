@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from huggingface_hub import get_token
 from huggingface_hub.utils import validate_repo_id
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
@@ -103,22 +104,8 @@ def run(task: Task) -> Path:
 
     state = latest_state(output) if options.resume else None
     evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
-    stages: list[dict[str, Any]] = []
-
-    def look(stage: str) -> None:
-        if options.evaluate_first and state is None:
-            model = prepared.model.to(accelerator.device)
-            metrics = evaluate(accelerator, task, prepared, model, evaluation, tell)
-            stages.append({"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}})
-            tell.say(f"{stage}: " + "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items()))
-
-    look("before training")
     with told_at_once():
-        transferred = None
-        if options.transfer_steps:
-            transferred = transfer(accelerator, prepared, order, options, a_few(prepared, order))
-            tell.say(str(transferred))
-            look("after transfer")
+        transferred, stages = before_training(accelerator, task, prepared, order, evaluation, tell, state is None)
 
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -166,6 +153,34 @@ def run(task: Task) -> Path:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / RESULT
+
+
+def before_training(
+    accelerator: Accelerator,
+    task: Task,
+    prepared: Prepared,
+    order: TrainingOrder,
+    evaluation: Mapping[str, DataLoader],
+    tell: Progress,
+    fresh: bool,
+) -> tuple[hf_rfattn.Conversion | None, list[dict[str, Any]]]:
+    """Attention transfer, if asked for; and, of a run that is not resumed, the evaluations before and after it."""
+    options, stages = task.options, []
+    prepared.model.to(accelerator.device)
+
+    def look(stage: str) -> None:
+        if options.evaluate_first and fresh:
+            metrics = evaluate(accelerator, task, prepared, prepared.model, evaluation, tell)
+            stages.append({"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}})
+            tell.say(f"{stage}: " + "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items()))
+
+    look("before training")
+    if not options.transfer_steps:
+        return None, stages
+    transferred = transfer(accelerator, prepared, order, options, a_few(prepared, order))
+    tell.say(str(transferred))
+    look("after transfer")
+    return transferred, stages
 
 
 def make_accelerator(options: RunOptions) -> Accelerator:

@@ -40,10 +40,9 @@ def transfer(
     accelerator: Accelerator, prepared: Prepared, order: TrainingOrder, options: RunOptions, measure: dict[str, Any]
 ) -> hf_rfattn.Conversion:
     """Teach the mechanisms of the model; a run that was interrupted goes on, one that has passed it gets its result."""
-    model = prepared.model.to(accelerator.device)
     given = {"learning_rate": options.transfer_learning_rate, "parts": options.transfer_parts}
     return hf_rfattn.convert(
-        model,
+        prepared.model,
         None,
         Inputs(prepared, order, accelerator),
         steps=options.transfer_steps,
