@@ -17,6 +17,7 @@ from training.lora import add_adapters, without_adapters
 from training.options import RunOptions
 
 import hf_rfattn
+from hf_rfattn.hub.documents import parse_result
 
 SNLI = (finetune_snli.SnliTask, RunOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 4, "batch_size": 8}
@@ -73,6 +74,10 @@ def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
     card = (folder / "README.md").read_text()
     assert "Attention transfer" in card and f"{errors['after']['overall'][0]:.3g}"[:4] in card
     assert not (tmp_path / "converted" / "transfer").exists()
+    assert parse_result(result).after == tuple(errors["after"]["overall"])
+    for part, message in (({"layers": []}, "layers must be a list"), ({"overall": [0.1]}, "a list of 2 numbers")):
+        with pytest.raises(ValueError, match=message):
+            parse_result({**result, "errors": {**errors, "after": {**errors["after"], **part}}})
     converted, base = load_file(folder / "model.safetensors"), load_file(f"{bert}/model.safetensors")
     assert all(torch.equal(converted[name], value) for name, value in base.items())
 
