@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .import_hook import follow_transformers
 
 if TYPE_CHECKING:
+    from .conversion import Conversion, convert
     from .hub.publish import publish
     from .integration import (
         AttentionError,
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionError",
     "AverageConfig",
     "BandConfig",
+    "Conversion",
     "FavorConfig",
     "FmmConfig",
     "HedgehogConfig",
@@ -44,6 +46,7 @@ __all__ = [
     "attention_error",
     "build_mechanism",
     "calibrate",
+    "convert",
     "extend_positions",
     "mechanism_names",
     "patch_model",
@@ -55,6 +58,7 @@ __all__ = [
 
 # Where the public names live, the same as above for those who are not type checkers.
 _HOMES = {
+    "conversion": ["Conversion", "convert"],
     "hub.publish": ["publish"],
     "integration": [
         "AttentionError",

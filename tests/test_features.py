@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_rfattn import build_mechanism
+from hf_rfattn import build_mechanism, redraw
 from hf_rfattn.features import (
     KERNELS,
     EluFeatures,
@@ -209,12 +209,13 @@ def test_maps_match_their_formulas():
     torch.testing.assert_close(EluFeatures(D, sign=-1)(x, "query").dense(), torch.nn.functional.elu(-x) + 1)
     torch.testing.assert_close(TanhFeatures(D)(x, "query").dense(), torch.tanh(x))
 
-    hedgehog = HedgehogFeatures(2, 2, D).double()
+    hedgehog = HedgehogFeatures(2, 2, 2 * D, D, (0,)).double()
     identity = torch.cat([x.softmax(-1), (-x).softmax(-1)], dim=-1)
     torch.testing.assert_close(hedgehog(x, "query").dense(), identity)
     with torch.no_grad():
         hedgehog.key_weight.normal_()
-    product = torch.einsum("bhld,hmd->bhlm", x, hedgehog.key_weight)
+        hedgehog.key_bias.normal_()
+    product = torch.einsum("bhld,hmd->bhlm", x, hedgehog.key_weight) + hedgehog.key_bias[:, None]
     expected = torch.cat([product.softmax(-1), (-product).softmax(-1)], dim=-1)
     torch.testing.assert_close(hedgehog(x, "key").dense(), expected)
     torch.testing.assert_close(hedgehog(x, "query").dense(), identity)
@@ -255,3 +256,30 @@ def test_calibration_measures_rho():
         k = y[:, head][key_mask]
         expected = (q[:, None] + k[None]).square().sum(-1).mean() / D
         assert float(feature_map.rho[head]) == pytest.approx(float(expected))
+
+
+def test_learned_positive_features_start_as_favor():
+    """With the draw of FAVOR+ for the same seed, of a flatter kernel; then queries, keys and it go their own ways."""
+    options = {"num_features": 12, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "seed": 3}
+    plain, learned = (build_mechanism("favor+", **options, trainable=trainable) for trainable in (False, True))
+    q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    torch.testing.assert_close(learned(q, k, v), plain(q, k, v, scale=0.25 * 8**-0.5))
+    assert not list(plain.parameters())
+    learned(q, k, v).square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in learned.parameters())
+    x = torch.randn(1, 2, 5, 8)
+    torch.testing.assert_close(learned.feature_map(x, "key").log, plain.feature_map(x / 2, "key").log)
+    with pytest.raises(ValueError, match="would undo"):
+        redraw(learned)
+
+
+def test_hedgehog_starts_at_the_identity_whatever_its_width():
+    narrow, usual, wide = (
+        build_mechanism("hedgehog", num_heads=2, head_dim=8, num_features=m).feature_map for m in (6, None, 40)
+    )
+    assert [m.num_features for m in (narrow, usual, wide)] == [6, 16, 40]
+    assert torch.equal(usual.query_weight[0], torch.eye(8)) and torch.equal(wide.query_weight[1, :8], torch.eye(8))
+    for feature_map in (narrow, usual, wide):
+        torch.testing.assert_close(feature_map.key_weight.norm(dim=-1), torch.ones_like(feature_map.key_weight[..., 0]))
+        parts = feature_map(torch.randn(1, 2, 3, 8), "key").dense().unflatten(-1, (2, -1))
+        torch.testing.assert_close(parts.sum(-1), torch.ones(1, 2, 3, 2))

@@ -51,6 +51,8 @@ def refused(capsys, recipe, output, **fields):
         ({"attention": "favor+", "layers": "0-7"}, "There is no layer 2; this model has layers 0-1"),
         ({"attention": "favor+", "redraw_every": 2, "attention_options": ["redraw_interval=3"]}, "both redraw"),
         ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
+        ({"attention": "linear", "transfer_steps": 3}, "no parameters to teach"),
+        ({"attention": "hedgehog", "distill": "self"}, "the head of --model is new"),
         ({"model": "./nowhere"}, "--model: there is no folder './nowhere'"),
         ({"model": None}, "--model is missing"),
         ({"tokenizer": "./nowhere"}, "'./nowhere' has no tokenizer that can be read"),

@@ -85,7 +85,7 @@ def test_attention_as_it_is_or_softmax(bert, tmp_path):
     run_here(*SNLI, model=bert, attention="hedgehog", output=str(tmp_path / "a"), **QUICK)
     patched = str(tmp_path / "a" / "model")
     again = run_here(*SNLI, model=patched, mechanism_learning_rate=1e-2, output=str(tmp_path / "b"), **QUICK)
-    assert again["attention"] == {"mechanism": "hedgehog"}
+    assert again["attention"] == {"mechanism": "hedgehog", "num_features": None}
     plain = run_here(*SNLI, model=patched, attention="softmax", output=str(tmp_path / "c"), **QUICK)
     assert plain["attention"] == "softmax" and plain["attention_error"] is None
     assert not (tmp_path / "c" / "model" / "README.md").exists()

@@ -22,7 +22,7 @@ ROOMS = [
     "mrf",
     "mechanisms",
     "integration",
-    "convert",
+    "conversion",
     "commands",  # what all commands share
     "bench.results",  # result files, their plots and checkpoints in folders: benchmarks and the Hub share them
     "bench.plotting",

@@ -14,6 +14,10 @@ OPTIONS = [
     ("favor+", {"projection": "iid", "antithetic": True}),
     ("favor+", {"variance": "optimal"}),
     ("favor+", {"kernel": "relu", "num_features": 40}),
+    ("favor+", {"trainable": True, "num_features": 12}),
+    ("favor+", {"trainable": True, "antithetic": True, "projection": "hadamard"}),
+    ("hedgehog", {"num_features": 6}),
+    ("hedgehog", {"num_features": 40}),
     ("rff", {"form": "cos", "projection": "hadamard"}),
     ("rff", {"kernel": "laplace"}),
     ("rff", {"kernel": "cauchy", "num_features": 32}),
@@ -26,6 +30,7 @@ OPTIONS = [
     ("fmm", {"bandwidth": 5, "far": ("elu", "elu-", "tanh")}),
     ("fmm", {"bandwidth": 5, "normalizer": "joint"}),
     ("fmm", {"bandwidth": 70, "normalizer": "joint", "far": ("hedgehog", FavorConfig(num_features=9))}),
+    ("fmm", {"bandwidth": 5, "normalizer": "joint", "far": (FavorConfig(trainable=True),)}),
     ("fmm", {"bandwidth": 3, "normalizer": "joint", "global_tokens": 2, "far": "elu"}),
 ]
 

@@ -1,12 +1,12 @@
 """Feature maps, the random projections they draw, and the kernels they stand for."""
 
 from .kernels import KERNELS, kernel_matrix
+from .learned import HedgehogFeatures, LearnedPositiveFeatures
 from .maps import (
     ConstantFeatures,
     EluFeatures,
     FeatureMap,
     FourierFeatures,
-    HedgehogFeatures,
     PositiveFeatures,
     ReluFeatures,
     TanhFeatures,
@@ -20,6 +20,7 @@ __all__ = [
     "FeatureMap",
     "FourierFeatures",
     "HedgehogFeatures",
+    "LearnedPositiveFeatures",
     "PositiveFeatures",
     "ReluFeatures",
     "TanhFeatures",

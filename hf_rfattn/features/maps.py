@@ -116,23 +116,6 @@ class TanhFeatures(FeatureMap):
         return SIGNED_FLOOR
 
 
-class HedgehogFeatures(FeatureMap):
-    """φ(x) = [softmax(Wx), softmax(-Wx)], W learned per head and role, starting at the identity."""
-
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int):
-        super().__init__()
-        self.num_features = 2 * head_dim
-        self.query_weight = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
-        self.key_weight = nn.Parameter(torch.eye(head_dim).repeat(num_kv_heads, 1, 1))
-
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        x = per_head_product(x, self.query_weight if role == "query" else self.key_weight, scale)
-        return Features(torch.cat([F.log_softmax(x, dim=-1), F.log_softmax(-x, dim=-1)], dim=-1))
-
-    def multiply_adds(self) -> int:
-        return self.query_weight.shape[-1] ** 2
-
-
 class RandomFeatures(FeatureMap):
     """A map with random buffers, drawn from (seed, layer, …, number of the draw); subclasses end `__init__` with
     `draw()`.

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..commands import in_bytes
 from .citations import cite
 from .comparison import Comparison, compare, crossover, hardware, limitations, number, speeds
-from .documents import Result, SpeedResult, TaskResult, read_results
+from .documents import Result, SpeedResult, TaskResult, TransferResult, read_results
 from .folder import CARD, PLOT, RESULTS, CheckpointFolder, attention_label, full_config, mechanism_names_in
 from .plots import plot_results
 
@@ -36,6 +36,7 @@ class Card:
     folder: CheckpointFolder
     comparisons: Sequence[Comparison]
     timings: Sequence[SpeedResult]
+    transfers: Sequence[TransferResult]
     base_model: str | None
     license: str | None
     address: str  # what readers give from_pretrained
@@ -115,12 +116,14 @@ def make_card(
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
     comparisons, timings = compare(checkpoint, results), speeds(checkpoint, results)
-    used: list[Result] = [*(comparison.own for comparison in comparisons), *timings]
-    licences = [result.base_license for result in used if isinstance(result, TaskResult)]
+    transfers = [r for r in results if isinstance(r, TransferResult) and checkpoint.holds(r.attention)]
+    used: list[Result] = [*(comparison.own for comparison in comparisons), *timings, *transfers]
+    licences = [result.base_license for result in used if isinstance(result, (TaskResult, TransferResult))]
     return Card(
         folder=checkpoint,
         comparisons=comparisons,
         timings=timings,
+        transfers=transfers,
         base_model=_one("base model", [base_model, *(result.model for result in used)]),
         license=_one("licence", [license, *licences]),
         address=repo_id or checkpoint.path.resolve().name,
@@ -152,8 +155,9 @@ def render(card: Card) -> str:
             plot=PLOT if card.comparisons or card.timings else None,
             comparisons=[_task_table(comparison) for comparison in card.comparisons],
             speeds=[_speed_table(speed) for speed in card.timings],
+            transfers=[_transfer_table(transfer) for transfer in card.transfers],
             limitations=limitations(card.comparisons, card.timings),
-            runs=[_reproduce(result) for result in [*(c.own for c in card.comparisons), *card.timings]],
+            runs=[_reproduce(r) for r in [*(c.own for c in card.comparisons), *card.timings, *card.transfers]],
             results_folder=RESULTS,
             citations=cite(card.mechanisms, spec["layers"]),
         )
@@ -246,6 +250,20 @@ def _speed_table(speed: SpeedResult) -> dict[str, Any]:
         "crossover": "Not faster than softmax at the longest length measured."
         if start is None
         else f"Crossover: faster than softmax from {start:,} tokens on, among the lengths measured.",
+    }
+
+
+def _transfer_table(transfer: TransferResult) -> dict[str, Any]:
+    dataset = " ".join(f"`{transfer.dataset[key]}`" for key in ("name", "config", "split") if transfer.dataset.get(key))
+    settings = ", ".join(
+        f"{name} {json.dumps(value)}"
+        for name, value in transfer.transfer.items()
+        if not isinstance(value, (dict, list))
+    )
+    columns = zip(transfer.layers, transfer.average, transfer.before, transfer.after, strict=True)
+    return {
+        "about": f"Text: {dataset}, without labels; {settings}. On {hardware(transfer)}.",
+        "rows": [[f"`{_cell(layer)}`", *(number(error) for error in errors)] for layer, *errors in columns],
     }
 
 

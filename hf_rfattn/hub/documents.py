@@ -21,6 +21,12 @@ kind "speed", one a pair of models:
     lengths       [{length, softmax_seconds, patched_seconds, [softmax_peak_bytes, patched_peak_bytes]}, ...],
                   a forward pass each
     [checkpoint], [command]
+
+kind "transfer", one a conversion without fine-tuning:
+    model, base_license, dataset, attention, as above
+    transfer      {steps, batch_size, ...}
+    errors        {before, after}: each {layers, overall, average, ...}, relative errors against softmax by layer
+    [checkpoint], [command]
 """
 
 import json
@@ -101,6 +107,19 @@ class SpeedResult(Result):
     lengths: tuple[Timing, ...]
 
 
+@dataclass(frozen=True)
+class TransferResult(Result):
+    """Errors by layer; `average` is what plain averaging would give."""
+
+    base_license: str | None
+    dataset: Mapping[str, Any]
+    transfer: Mapping[str, Any]
+    layers: tuple[str, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    average: tuple[float, ...]
+
+
 def read_results(folder: Path) -> list[Result]:
     """Every document in a folder, by file name; other benchmarks' are left out. A folder that is missing has none."""
     found: list[Result] = []
@@ -115,7 +134,7 @@ def read_results(folder: Path) -> list[Result]:
     return found
 
 
-def parse_result(document: Any, file: str = "result.json") -> TaskResult | SpeedResult:
+def parse_result(document: Any, file: str = "result.json") -> TaskResult | SpeedResult | TransferResult:
     """A checked document; what is wrong with it is a ValueError that says where."""
     fields = _Fields(document, file)
     version, kind = fields.integer("schema_version"), fields.text("kind")
@@ -138,7 +157,11 @@ def parse_result(document: Any, file: str = "result.json") -> TaskResult | Speed
         return _parse_task(fields, shared)
     if kind == "speed":
         return _parse_speed(fields, shared)
-    raise ValueError(f"{file}: kind {kind!r} is not possible; it is 'task', 'speed', or begins with {NOT_FOR_CARDS!r}.")
+    if kind == "transfer":
+        return _parse_transfer(fields, shared)
+    raise ValueError(
+        f"{file}: kind {kind!r} is not possible; it is 'task', 'speed', 'transfer', or begins with {NOT_FOR_CARDS!r}."
+    )
 
 
 def _parse_task(fields: "_Fields", shared: dict[str, Any]) -> TaskResult:
@@ -204,6 +227,26 @@ def _parse_speed(fields: "_Fields", shared: dict[str, Any]) -> SpeedResult:
     )
 
 
+def _parse_transfer(fields: "_Fields", shared: dict[str, Any]) -> TransferResult:
+    dataset, errors = fields.inside("dataset"), fields.inside("errors")
+    for name in ("name", "split", "fingerprint"):
+        dataset.text(name)
+    before, after = errors.inside("before"), errors.inside("after")
+    layers = after.value("layers")
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{after.where}: layers must be a list of names, not {layers!r}.")
+    return TransferResult(
+        **shared,
+        base_license=None if fields.value("base_license") is None else fields.text("base_license"),
+        dataset=dataset.document,
+        transfer=fields.mapping("transfer"),
+        layers=tuple(layers),
+        before=before.numbers("overall", len(layers)),
+        after=after.numbers("overall", len(layers)),
+        average=after.numbers("average", len(layers)),
+    )
+
+
 class _Fields:
     """Fields of a JSON object, each checked as it is read."""
 
@@ -230,6 +273,12 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"{self.where}: {name} must be a finite number, not {value!r}.")
         return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        values = self.value(name)
+        if not isinstance(values, list) or len(values) != count:
+            raise ValueError(f"{self.where}: {name} must be a list of {count} numbers, not {values!r}.")
+        return tuple(_Fields({name: value}, self.where).number(name) for value in values)
 
     def integer(self, name: str) -> int:
         value = self.number(name)

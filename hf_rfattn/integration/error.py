@@ -5,7 +5,7 @@ judged on the q, k, v of the original model and not on the errors of the layers 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..features import PositiveFeatures
 from ..mechanisms import Mechanism, build_mechanism
@@ -80,17 +81,27 @@ class AttentionError:
 
 
 @contextmanager
-def softmax_in_place(model: nn.Module, observe: Callable[..., None]):
+def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: bool = False):
     """While open, every patched layer gives softmax outputs, and `observe(mechanism, qkv, masks, softmax, output)`
     sees both.
+
+    With `gradients`, to be used under `torch.no_grad()`, the mechanisms alone are seen by autograd.
     """
 
+    def begin(mechanism: Mechanism, args: tuple) -> None:
+        torch.set_grad_enabled(gradients)
+
     def hook(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if gradients:
+            torch.set_grad_enabled(False)
         exact = softmax_attention(*args, **kwargs)
         observe(mechanism, args, kwargs, exact, output)
         return exact
 
-    handles = [m.register_forward_hook(hook, with_kwargs=True) for m in model.modules() if isinstance(m, Mechanism)]
+    mechanisms = outer_mechanisms(model)
+    handles = [m.register_forward_hook(hook, with_kwargs=True) for m in mechanisms]
+    if gradients:
+        handles += [m.register_forward_pre_hook(begin) for m in mechanisms]
     try:
         yield
     finally:
@@ -98,65 +109,104 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None]):
             handle.remove()
 
 
-def _run(model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None]) -> None:
+def run_with_softmax(
+    model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None], gradients: bool = False
+) -> None:
+    """Let a batch through the model as `softmax_in_place` has it, without dropout, and without a head where no patched
+    layer is in it.
+    """
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"batch must be the model's keyword arguments, as a tokenizer returns them, not {type(batch).__name__}."
         )
-    training = model.training
+    training = {m: m.training for m in model.modules()}
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    body = _without_head(model)
+    if body is not model:
+        known = inspect.signature(body.forward).parameters
+        targets = set(inspect.signature(model.forward).parameters) - set(known)
+        inputs = {k: v for k, v in inputs.items() if k not in targets}
+    if "use_cache" in inspect.signature(body.forward).parameters:
         inputs["use_cache"] = (
             False  # with a cache a decoder goes through its state, not through the call that is observed
         )
     model.eval()
     try:
-        with torch.no_grad(), softmax_in_place(model, observe):
-            model(**inputs)
+        with torch.no_grad(), softmax_in_place(model, observe, gradients):
+            body(**inputs)
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
 
 
-def attention_error(model: nn.Module, batch: Mapping[str, Any]) -> AttentionError:
-    """Error of each patched layer and head against the softmax it replaces, on one batch (what a tokenizer returns).
+def _without_head(model: nn.Module) -> nn.Module:
+    """The part that holds all mechanisms: a head over a large vocabulary may cost more than all layers."""
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        return model
+    inside = {id(m) for m in model.base_model.modules()}
+    patched = [m for m in model.modules() if isinstance(m, Mechanism)]
+    return model.base_model if all(id(m) in inside for m in patched) else model
+
+
+def valid_queries(exact: Tensor, masks: Mapping[str, Any]) -> Tensor:
+    """`[B, Lq]`, True for positions of attention outputs `[B, H, Lq, D]` that are not padding."""
+    mask = masks.get("key_mask")
+    if mask is not None and mask.shape[1] == exact.shape[2]:
+        return mask.bool()
+    return torch.ones(exact.shape[0], exact.shape[2], dtype=torch.bool, device=exact.device)
+
+
+def energy(x: Tensor, valid: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Sum of squares over valid positions, by head: `[B, H, L, D]` → `[H]`."""
+    return (x.to(dtype).square() * valid[:, None, :, None]).sum(dim=(0, 2, 3))
+
+
+def outer_mechanisms(module: nn.Module) -> list[Mechanism]:
+    """All mechanisms in a module but those that are parts of another."""
+    found = [m for m in module.modules() if isinstance(m, Mechanism)]
+    parts = {id(part) for m in found for part in m.modules() if part is not m}
+    return [m for m in found if id(m) not in parts]
+
+
+def mechanism_sites(model: nn.Module) -> dict[Mechanism, str]:
+    """Every mechanism of a patched model with the name of the attention module it stands in; ValueError if none."""
+    found = {m: site.name for site in find_attention(model) for m in outer_mechanisms(site.module)}
+    if not found:
+        raise ValueError("This model is not patched; call patch_model(model, ...) first.")
+    return found
+
+
+def attention_error(model: nn.Module, batch: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> AttentionError:
+    """Error of each patched layer and head against the softmax it replaces, on one batch (what a tokenizer returns) or
+    on several together.
 
     Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does
     worse than no attention.
     """
-    names = {id(m): s.name for s in find_attention(model) for m in s.module.modules() if isinstance(m, Mechanism)}
-    if not names:
-        raise ValueError("This model is not patched; call patch_model(model, ...) first.")
-    sums: dict[str, list[Tensor]] = {}
+    names = mechanism_sites(model)
+    sums: dict[str, Tensor] = {}
     kinds: dict[str, str] = {}
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
-        query = args[0]
         average = build_mechanism(
             "average",
             num_heads=mechanism.num_heads,
             num_kv_heads=mechanism.num_kv_heads,
             head_dim=mechanism.head_dim,
         )(*args, **kwargs)
-        valid = torch.ones(exact.shape[0], exact.shape[2], dtype=torch.bool, device=query.device)
-        mask = kwargs.get("key_mask")
-        if mask is not None and mask.shape[1] == exact.shape[2]:
-            valid = mask.bool()
-        weight = valid[:, None, :, None].double()
-
-        def energy(x: Tensor) -> Tensor:
-            return (x.double().square() * weight).sum(dim=(0, 2, 3))  # [H]
-
-        name = names[id(mechanism)]
+        valid = valid_queries(exact, kwargs)
+        name = names[mechanism]
         kinds[name] = mechanism.config.name
-        parts = torch.stack([energy(output - exact), energy(average - exact), energy(exact)])
-        sums[name] = [*sums.get(name, []), parts]
+        parts = torch.stack([energy(x, valid) for x in (output - exact, average - exact, exact)])
+        sums[name] = sums.get(name, 0) + parts
 
-    _run(model, batch, observe)
+    for one in [batch] if isinstance(batch, Mapping) or not isinstance(batch, Iterable) else batch:
+        run_with_softmax(model, one, observe)
     if not sums:
         raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")
     layers = list(sums)
-    totals = [torch.stack(sums[name]).sum(0) for name in layers]
+    totals = list(sums.values())
 
     def ratio(a: Tensor, b: Tensor) -> Tensor:
         return (a / b.clamp(min=torch.finfo(b.dtype).tiny)).sqrt()
@@ -188,5 +238,5 @@ def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
                 root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
                 feature_map.calibrate(query.float() * root, key.float() * root, kwargs.get("key_mask"))
 
-    _run(model, batch, observe)
+    run_with_softmax(model, batch, observe)
     return model

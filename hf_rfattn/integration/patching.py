@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
 from ..mechanisms.base import random_maps
+from ..mechanisms.config import did_you_mean
 from ..mechanisms.registry import mechanism_class
 from .cache import hand_on_cache
 from .discovery import AttentionSite, find_attention, uses_interface
@@ -19,6 +20,7 @@ from .redraw import redraw_on_schedule
 FORMAT = 1
 MOST_LAYERS = 10_000
 SOFTMAX = "softmax"  # in a mapping: leave these layers as they are
+AUTO = "auto"
 
 M = TypeVar("M", bound=nn.Module)
 Attention = str | MechanismConfig | Mapping[int | str | range, "str | MechanismConfig | Mapping[str, Any]"]
@@ -41,6 +43,11 @@ def patch_model(
     `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws. Further keywords
     are options of the mechanism. Patching again replaces what was there. Any error leaves the model as it was.
 
+    `attention="auto"` with `batches=` (what a tokenizer returns, one or several) and `budget=0.1` measures the error of
+    many mechanisms, untrained, on them, gives each layer the cheapest within the budget, leaves softmax where there is
+    none, and prints why. `candidates=` are names or configs to choose from; `length=` that of inputs in use, for which
+    work is counted, by default the longest in the batches.
+
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     >>> model = patch_model(BertModel(tiny), "favor+", num_features=16)
@@ -49,8 +56,13 @@ def patch_model(
     """
     sites = find_attention(model)
     _check_ready(sites)
-    by_layer = _by_layer(sites, attention, layers, options)
     explicit = layers is not None or isinstance(attention, Mapping)
+    if attention == AUTO:
+        by_layer = _choose(model, sites, layers, cross_attention, seed, options)
+        if not by_layer:
+            return model
+    else:
+        by_layer = _by_layer(sites, attention, layers, options)
     return apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit)
 
 
@@ -91,6 +103,29 @@ def apply_mechanisms(
         if any(m.redraw_interval is not None for m in random_maps(owner)):
             owner.register_forward_pre_hook(redraw_on_schedule)
     return model
+
+
+def _choose(
+    model: nn.Module, sites: list[AttentionSite], layers: Any, cross: bool, seed: int, options: dict[str, Any]
+) -> dict[int, MechanismConfig]:
+    """What "auto" chooses; the model is as it was afterwards."""
+    from .selection import CANDIDATES, choose_mechanisms  # it patches, so it lies above
+
+    known = ["batches", "budget", "candidates", "length"]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"'auto' has no option {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}.")
+    if "batches" not in options:
+        raise ValueError("'auto' measures errors on your data: give batches=, what a tokenizer returns.")
+    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
+        raise ValueError("This model is patched already; unpatch_model(model) first, then choose.")
+    patch_model(model, "average", layers=layers, cross_attention=cross, seed=seed)
+    try:
+        chosen, why = choose_mechanisms(model, sites, seed=seed, **{"candidates": CANDIDATES, **options})
+    finally:
+        unpatch_model(model)
+    print(why)
+    return chosen
 
 
 def unpatch_model(model: M) -> M:

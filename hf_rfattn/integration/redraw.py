@@ -5,6 +5,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ..features import LearnedPositiveFeatures
 from ..mechanisms.base import random_maps
 
 M = TypeVar("M", bound=nn.Module)
@@ -14,9 +15,12 @@ def redraw(model: M) -> M:
     """Give every random projection of a model (or of one mechanism) its next draw; returns the model.
 
     The draw depends on the seed, the layer and the number of the draw alone, so it is the same on every rank and
-    device.
+    device. Trained projections are not drawn anew: a model that has no others raises ValueError.
     """
-    for feature_map in random_maps(model):
+    maps = random_maps(model)
+    if not maps and any(isinstance(m, LearnedPositiveFeatures) for m in model.modules()):
+        raise ValueError("The projections of this model are trained (trainable=True); a new draw would undo that.")
+    for feature_map in maps:
         feature_map.redraw()
     return model
 

@@ -9,7 +9,7 @@ Tables: Non-Trigonometric Random Features", NeurIPS 2022 (the variance-optimal m
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..features import PositiveFeatures, ReluFeatures
+from ..features import FeatureMap, LearnedPositiveFeatures, PositiveFeatures, ReluFeatures
 from ..features.projections import Projection
 from .base import LinearMechanism
 from .config import MechanismConfig, check_at_least, default_features
@@ -24,6 +24,8 @@ class FavorConfig(MechanismConfig):
     `hadamard_blocks`: factors H·D of the Hadamard product. `kernel`: "softmax", or "relu" for the generalised attention
     of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
     `hf_rfattn.calibrate` measures. `redraw_interval`: training steps between new draws; None keeps the first.
+    `trainable`: ω, of queries and of keys, starts at the draw and is learned, and so is a temperature; no new ω are
+    drawn then.
     """
 
     num_features: int | None = None
@@ -33,29 +35,58 @@ class FavorConfig(MechanismConfig):
     antithetic: bool = False
     variance: Literal["standard", "optimal"] = "standard"
     redraw_interval: int | None = None
+    trainable: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "num_features", "hadamard_blocks", "redraw_interval")
         if self.kernel == "relu" and self.variance == "optimal":
             raise ValueError("variance='optimal' belongs to kernel='softmax'; leave it 'standard' with kernel='relu'.")
+        if self.trainable and self.redraw_interval is not None:
+            raise ValueError("A trainable projection is not drawn anew; leave redraw_interval out.")
+        if self.trainable and (self.kernel, self.variance) != ("softmax", "standard"):
+            raise ValueError("trainable=True belongs to kernel='softmax' and variance='standard'.")
 
 
 class FavorAttention(LinearMechanism):
-    def __init__(self, config: FavorConfig, *, num_kv_heads: int, head_dim: int, seed: tuple[int, ...], **shape: Any):
+    def __init__(
+        self,
+        config: FavorConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        seed: tuple[int, ...],
+        **shape: Any,
+    ):
         count = default_features(config.num_features, head_dim, config.antithetic, "antithetic features come in pairs")
-        feature_map = (ReluFeatures if config.kernel == "relu" else PositiveFeatures)(
-            num_kv_heads,
-            count,
-            head_dim,
-            seed,
-            projection=config.projection,
-            hadamard_blocks=config.hadamard_blocks,
-            antithetic=config.antithetic,
-            optimal=config.variance == "optimal",
-            redraw_interval=config.redraw_interval,
+        draw: dict[str, Any] = {
+            "projection": config.projection,
+            "hadamard_blocks": config.hadamard_blocks,
+            "antithetic": config.antithetic,
+        }
+        feature_map: FeatureMap
+        if config.trainable:
+            feature_map = LearnedPositiveFeatures(num_heads, num_kv_heads, count, head_dim, seed, **draw)
+        else:
+            feature_map = (ReluFeatures if config.kernel == "relu" else PositiveFeatures)(
+                num_kv_heads,
+                count,
+                head_dim,
+                seed,
+                optimal=config.variance == "optimal",
+                redraw_interval=config.redraw_interval,
+                **draw,
+            )
+        super().__init__(
+            config,
+            feature_map,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            seed=seed,
+            **shape,
         )
-        super().__init__(config, feature_map, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=seed, **shape)
 
 
 register_mechanism("favor+", FavorConfig, FavorAttention, aliases={"performer": {}, "favor": {}})

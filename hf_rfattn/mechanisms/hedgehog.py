@@ -1,6 +1,7 @@
 """Hedgehog: a learned feature map per head that starts spiky, like softmax, and is taught to imitate it.
 
-φ(x) = [softmax(Wx), softmax(-Wx)], W starting at the identity, with a W of its own for queries and for keys.
+φ(x) = [softmax(Wx + b), softmax(-Wx - b)], W starting at the identity, with parameters of their own for queries and for
+keys.
 
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
@@ -10,20 +11,44 @@ from typing import Any
 
 from ..features import HedgehogFeatures
 from .base import LinearMechanism
-from .config import MechanismConfig
+from .config import MechanismConfig, check_at_least, default_features
 from .registry import register_mechanism
 
 
 @dataclass(frozen=True)
 class HedgehogConfig(MechanismConfig):
-    """Options of "hedgehog": none yet; φ has twice the head size."""
+    """Options of "hedgehog".
+
+    `num_features`: length of φ, by default twice the head size.
+    """
+
+    num_features: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 2, "num_features")
 
 
 class HedgehogAttention(LinearMechanism):
-    def __init__(self, config: HedgehogConfig, *, num_heads: int, num_kv_heads: int, head_dim: int, **shape: Any):
-        feature_map = HedgehogFeatures(num_heads, num_kv_heads, head_dim)
+    def __init__(
+        self,
+        config: HedgehogConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        seed: tuple[int, ...],
+        **shape: Any,
+    ):
+        count = default_features(config.num_features, 2 * head_dim, True, "features come in pairs, of Wx and of -Wx")
         super().__init__(
-            config, feature_map, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **shape
+            config,
+            HedgehogFeatures(num_heads, num_kv_heads, count, head_dim, seed),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            seed=seed,
+            **shape,
         )
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import hf_rfattn
 
 from .batches import ShareOfBatches, TrainingOrder
+from .distill import Teacher
 from .evaluation import evaluate
 from .meter import Meter, peak_memory
 from .optimizer import rate_factor, set_learning_rate
@@ -46,6 +47,7 @@ class Loop:
     tell: Progress
     progress: RunProgress
     started: float  # time.perf_counter() of this process's begin
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.options = self.task.options
@@ -96,7 +98,7 @@ class Loop:
         for _ in range(options.accumulate):
             batch = next(batches)
             with accelerator.accumulate(self.model):
-                loss = self.model(**batch).loss
+                loss = self.model(**batch).loss if self.teacher is None else self.teacher.loss(self.model, batch)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and options.max_gradient_norm:
                     accelerator.clip_grad_norm_(self.model.parameters(), options.max_gradient_norm)

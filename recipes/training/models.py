@@ -20,10 +20,29 @@ def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
         raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
     if not Path(options.model).is_dir() and (options.model.startswith((".", "/", "~")) or options.model.count("/") > 1):
         raise ValueError(f"--model: there is no folder {options.model!r}.")
+    if options.init is not None:
+        return _converted_config(options, changes)
     try:
         return AutoConfig.from_pretrained(options.model, **changes)
     except OSError as error:
         raise ValueError(f"--model {options.model!r} cannot be read: {_first_line(error)}") from error
+
+
+def _converted_config(options: RunOptions, changes: dict[str, Any]) -> PreTrainedConfig:
+    """That of --init, which must be the model of --model in all but its attention."""
+    try:
+        config, base = (AutoConfig.from_pretrained(name, **changes) for name in (options.init, options.model))
+    except OSError as error:
+        raise ValueError(f"--init {options.init!r} cannot be read: {_first_line(error)}") from error
+    if getattr(config, "rfattn", None) is None:
+        raise ValueError(f"--init {options.init!r} is not a converted checkpoint: nothing in it is patched.")
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        there, expected = getattr(config, name, None), getattr(base, name, None)
+        if there != expected:
+            raise ValueError(
+                f"--init {options.init!r} is no conversion of --model: its {name} is {there}, not {expected}."
+            )
+    return config
 
 
 def load_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
@@ -54,10 +73,11 @@ def load_model(
     auto_class: Any, options: RunOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """The model with a head for the task, in float32, ready to train."""
+    name = options.init or options.model
     try:
-        model = auto_class.from_pretrained(options.model, config=config, dtype=torch.float32)
+        model = auto_class.from_pretrained(name, config=config, dtype=torch.float32)
     except OSError as error:
-        raise ValueError(f"--model {options.model!r} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{name!r} cannot be read: {_first_line(error)}") from error
     return ready_to_train(model, tokenizer)
 
 
@@ -70,6 +90,12 @@ def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
             f"The tokenizer has {len(tokenizer)} tokens, the model only {there}; they do not belong together."
         )
     return model
+
+
+def has_new_head(model: PreTrainedModel, options: RunOptions) -> bool:
+    """Whether --model had no head for the task, so that it got one with random weights."""
+    known = None if options.model is None else AutoConfig.from_pretrained(options.model).architectures
+    return type(model).__name__ not in (known or ())
 
 
 def set_attention(model: PreTrainedModel, options: RunOptions) -> None:

@@ -39,6 +39,16 @@ class RunOptions:
     )
     layers: str | None = described("Which layers get the mechanism, as in 0-5 or 0-2,7; the others stay softmax.")
     redraw_every: int | None = described("Give random features a new draw every so many steps.")
+    init: str | None = described(
+        "A converted checkpoint of --model to begin with, as recipes/convert.py writes it, with its attention."
+    )
+    transfer_steps: int = described(
+        "Before training, teach the mechanisms to imitate softmax on the training inputs, for so many steps.", 0
+    )
+    transfer_learning_rate: float | None = described("Highest learning rate of that. Default: that of convert.")
+    transfer_parts: float | None = described(
+        "Weight of a second loss there, that far fields imitate softmax by themselves. Default: that of convert."
+    )
 
     # the data
     data: str | None = described(
@@ -63,6 +73,16 @@ class RunOptions:
     warmup: float = described("Steps of warm-up, or a share of all steps if below 1.", 0.06)
     scheduler: Literal["linear", "cosine", "constant"] = described("How the rate goes on after warm-up.", "linear")
     max_gradient_norm: float = described("Longer gradients are shortened to this; 0 leaves them alone.", 1.0)
+    distill: str | None = described(
+        "Also learn from the logits of a softmax model: its folder or name, or 'self', --model before training."
+    )
+    distill_weight: float = described("Share of that in the loss; the rest is the task's.", 0.5)
+    distill_temperature: float = described("By which logits are divided before they are compared.", 2.0)
+    distill_hidden: float = described("Weight of a further loss, the relative error of hidden states.", 0.0)
+    lora_rank: int | None = described(
+        "Train matrices of this rank beside those of the model (LoRA), and mechanisms and head as they are; the model "
+        "that is saved is a plain one."
+    )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = described("Default: what accelerate's config says.")
     gradient_checkpointing: bool = described("Compute activations twice to keep fewer of them.", False)
     group_by_length: bool = described("Put examples of like length into one batch: less padding.", False)
@@ -70,6 +90,7 @@ class RunOptions:
     workers: int = described("Processes that load data beside each training process.", 0)
 
     # evaluation, saving, reporting
+    evaluate_first: bool = described("Evaluate before training too: patched, and after --transfer-steps.", False)
     evaluate_every: int | None = described("Steps between evaluations. Default: once an epoch. The end always is one.")
     keep: Literal["best", "last"] = described("Which model is kept: the best of all evaluations, or the last.", "last")
     early_stop: int | None = described("Stop after so many evaluations without improvement; keeps the best.")
@@ -85,6 +106,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         at_least = {"batch_size": 1, "accumulate": 1, "eval_batch_size": 1, "log_every": 1, "workers": 0, "seed": 0}
+        at_least |= {"transfer_steps": 0, "lora_rank": 1}
         for name in ("max_train_samples", "max_eval_samples", "max_length", "max_steps", "redraw_every"):
             at_least[name] = 1
         for name in ("evaluate_every", "early_stop", "save_every"):
@@ -93,12 +115,13 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{flag(name)} must be at least {least}, not {value}.")
-        for name in ("epochs", "learning_rate", "mechanism_learning_rate"):
+        rates = ("learning_rate", "mechanism_learning_rate", "transfer_learning_rate")
+        for name in ("epochs", *rates, "distill_temperature"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{flag(name)} must be above 0, not {value}.")
-        for name in ("weight_decay", "warmup", "max_gradient_norm"):
-            if not 0 <= getattr(self, name) < float("inf"):
+        for name in ("weight_decay", "warmup", "max_gradient_norm", "transfer_parts", "distill_hidden"):
+            if not 0 <= (getattr(self, name) or 0) < float("inf"):
                 raise ValueError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")
         if self.eval_split == "train":
             raise ValueError("--eval-split train: the model is trained on it.")
@@ -112,6 +135,16 @@ class RunOptions:
                     raise ValueError(f"{flag(name)} needs --attention, the mechanism that it belongs to.")
             if self.attention == "softmax" and self.push_to_hub:
                 raise ValueError("--push-to-hub publishes patched models, but --attention is softmax.")
+        if self.init is not None and self.attention is not None:
+            raise ValueError("--init brings its attention with it; leave --attention out.")
+        if self.init is not None and self.model is None:
+            raise ValueError("--init needs --model too, the model that was converted.")
+        if self.transfer_steps and self.attention == "softmax":
+            raise ValueError("--transfer-steps teaches a mechanism, but --attention is softmax.")
+        if not 0 < self.distill_weight <= 1:
+            raise ValueError(f"--distill-weight is a share, above 0 and at most 1, not {self.distill_weight}.")
+        if self.distill_hidden and self.distill is None:
+            raise ValueError("--distill-hidden needs --distill, the model to learn from.")
         if self.early_stop is not None:
             self.keep = "best"
 

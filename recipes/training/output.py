@@ -20,9 +20,11 @@ from torch import nn
 
 from hf_rfattn.commands import in_bytes
 
+from .lora import without_adapters
 from .options import RunOptions, flag
 from .state import PARTIAL, STATES, flush, publish_folder
 from .task import Prepared
+from .transfer import TRANSFER
 
 RUN, MODEL, BEST, RESULT = "run.json", "model", "best", "result.json"
 # what may differ between a run and its continuation, since it does not change what is learnt
@@ -77,7 +79,7 @@ def open_output(options: RunOptions) -> Path:
     """Make the folder, empty it of what --overwrite gives up, and note the options. For the main process."""
     output = Path(options.output)
     if options.overwrite:
-        for name in (STATES, BEST, MODEL):
+        for name in (STATES, BEST, MODEL, TRANSFER):
             shutil.rmtree(output / name, ignore_errors=True)
         (output / RESULT).unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
@@ -111,6 +113,7 @@ def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, t
     """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
+        weights = without_adapters(accelerator.unwrap_model(model), weights)
         for name, source in prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
             if source in weights:
                 weights[name] = weights[source]

@@ -29,7 +29,11 @@ def begin_result(accelerator: Accelerator, options: RunOptions) -> dict[str, Any
 
 
 def finish_result(
-    started: Mapping[str, Any], loop: Loop, attention: Any, error: Mapping[str, Any] | None
+    started: Mapping[str, Any],
+    loop: Loop,
+    attention: Any,
+    error: Mapping[str, Any] | None,
+    transfer: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """The whole document, checked."""
     task, prepared, accelerator, progress = loop.task, loop.prepared, loop.accelerator, loop.progress
@@ -65,6 +69,7 @@ def finish_result(
         "kept_step": loop.kept_step,
         "history": progress.history,
         "attention_error": error,
+        "transfer": transfer,
         "checkpoint": checkpoint_fingerprint(loop.output / MODEL),
         "command": command(accelerator),
         "options": as_document(options),

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from huggingface_hub import get_token
 from huggingface_hub.utils import validate_repo_id
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
@@ -29,9 +30,11 @@ from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.folder import RESULTS
 
 from .batches import ShareOfBatches, TrainingOrder
-from .evaluation import evaluation_loaders
+from .distill import make_teacher
+from .evaluation import evaluate, evaluation_loaders
 from .loop import Loop
-from .models import attention_of, set_attention
+from .lora import add_adapters
+from .models import attention_of, has_new_head, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
 from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output
@@ -39,10 +42,10 @@ from .progress import Progress
 from .results import begin_result, finish_result
 from .state import PARTIAL, STATES, RunProgress, latest_state, load_state
 from .task import Prepared, Task
+from .transfer import TRANSFER, model_inputs, recorded_transfer, transfer, transfer_document
 
 Options = TypeVar("Options", bound=RunOptions)
 ERROR_EXAMPLES = 8  # of a batch on which the error against softmax is measured
-MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 def main(task: type[Task[Options]], options: type[Options], description: str) -> None:
@@ -84,7 +87,12 @@ def run(task: Task) -> Path:
         set_attention(prepared.model, options)
         order, steps = plan(accelerator, prepared, options)
         check_space(output, sum(p.numel() for p in prepared.model.parameters()), options)
+        teacher = make_teacher(accelerator, prepared.model, has_new_head(prepared.model, options), options)
         error_before = first_look(prepared, order)
+        if options.transfer_steps and not mechanism_parameters(prepared.model):
+            raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
+        if options.lora_rank:
+            add_adapters(prepared.model, options.lora_rank)
         optimizer = make_optimizer(prepared.model, options)
     attention = attention_of(prepared.model)
     accelerator.wait_for_everyone()
@@ -94,13 +102,18 @@ def run(task: Task) -> Path:
     with told_at_once():
         check_shared(output)
 
+    state = latest_state(output) if options.resume else None
+    evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
+    with told_at_once():
+        transferred, stages = before_training(accelerator, task, prepared, order, evaluation, tell, state is None)
+
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    help_sharding(accelerator, prepared.model, options)
+    with told_at_once():
+        help_sharding(accelerator, prepared.model, options)
     model, optimizer = accelerator.prepare(prepared.model, optimizer)
     set_seed(options.seed, device_specific=True)  # from here on each process throws dice of its own
-    state = latest_state(output) if options.resume else None
-    progress = RunProgress() if state is None else load_state(accelerator, model, optimizer, state)
+    progress = RunProgress(history=stages) if state is None else load_state(accelerator, model, optimizer, state)
     tell.say(
         f"{task.name}: {len(prepared.examples['train'])} examples, {steps} steps of {options.batch_size} on "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}"
@@ -111,8 +124,8 @@ def run(task: Task) -> Path:
 
     loop = Loop(
         accelerator=accelerator, task=task, prepared=prepared, model=model, optimizer=optimizer, order=order,
-        steps=steps, evaluation=evaluation_loaders(accelerator, prepared, options.eval_batch_size), output=output,
-        tell=tell, progress=progress, started=started,
+        steps=steps, evaluation=evaluation, output=output, tell=tell, progress=progress, started=started,
+        teacher=teacher,
     )  # fmt: skip
     with told_if_disk_is_full(output):
         loop.run()
@@ -120,12 +133,18 @@ def run(task: Task) -> Path:
     error_after = last_look(loop, order)
     if accelerator.is_main_process:
         errors = None if error_before is None else {"before": error_before, "after": error_after}
-        document = finish_result(result, loop, attention, errors)
+        taught = (
+            recorded_transfer(options.init)
+            if transferred is None
+            else transfer_document(transferred, options.batch_size)
+        )
+        document = finish_result(result, loop, attention, errors, taught)
         write_result(document, output / MODEL / RESULTS / f"{task.name}.json")
         if attention != "softmax":
             write_card(output / MODEL, repo_id=options.push_to_hub)
         write_result(document, output / RESULT)
-        shutil.rmtree(output / STATES, ignore_errors=True)
+        for name in (STATES, TRANSFER):
+            shutil.rmtree(output / name, ignore_errors=True)
         tell.say(f"Written: {output / MODEL} and {output / RESULT}")
         if options.push_to_hub:
             with told_at_once():
@@ -134,6 +153,34 @@ def run(task: Task) -> Path:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / RESULT
+
+
+def before_training(
+    accelerator: Accelerator,
+    task: Task,
+    prepared: Prepared,
+    order: TrainingOrder,
+    evaluation: Mapping[str, DataLoader],
+    tell: Progress,
+    fresh: bool,
+) -> tuple[hf_rfattn.Conversion | None, list[dict[str, Any]]]:
+    """Attention transfer, if asked for; and, of a run that is not resumed, the evaluations before and after it."""
+    options, stages = task.options, []
+    prepared.model.to(accelerator.device)
+
+    def look(stage: str) -> None:
+        if options.evaluate_first and fresh:
+            metrics = evaluate(accelerator, task, prepared, prepared.model, evaluation, tell)
+            stages.append({"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}})
+            tell.say(f"{stage}: " + "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items()))
+
+    look("before training")
+    if not options.transfer_steps:
+        return None, stages
+    transferred = transfer(accelerator, prepared, order, options, a_few(prepared, order))
+    tell.say(str(transferred))
+    look("after transfer")
+    return transferred, stages
 
 
 def make_accelerator(options: RunOptions) -> Accelerator:
@@ -156,16 +203,25 @@ def check_services(options: RunOptions) -> None:
     """A tracker that is not installed or a Hub that would refuse is told before training, not after."""
     if options.report_to and importlib.util.find_spec(options.report_to) is None:
         raise ValueError(f"--report-to {options.report_to}: it is not installed; pip install {options.report_to}.")
-    if options.push_to_hub:
-        validate_repo_id(options.push_to_hub)
-        if "/" not in options.push_to_hub:
-            raise ValueError(f"--push-to-hub {options.push_to_hub!r} does not say whose it is; write me/name.")
+    check_hub(options.push_to_hub)
+
+
+def check_hub(name: str | None) -> None:
+    """Whether a model could be published under this name, as far as can be known before."""
+    if name:
+        validate_repo_id(name)
+        if "/" not in name:
+            raise ValueError(f"--push-to-hub {name!r} does not say whose it is; write me/name.")
         if not get_token():
             raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
 
 
 def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: RunOptions) -> None:
     """What FSDP2 and DeepSpeed cannot find out by themselves."""
+    if options.lora_rank and accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise ValueError(
+            "--lora-rank does not go with FSDP or DeepSpeed here: adapters are added in from whole matrices."
+        )
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
         # accelerate shards the embedding by itself: a layer that holds it, as BertEmbeddings does, must not be named
         embedding = model.get_input_embeddings()
@@ -200,9 +256,7 @@ def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> t
 
 def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
     """The first examples of the training, as a batch without labels."""
-    rows = [prepared.train[i] for i in order.epoch(0)[:ERROR_EXAMPLES]]
-    batch = prepared.collate(rows)
-    return {k: v for k, v in batch.items() if k in MODEL_INPUTS}
+    return model_inputs(prepared, order.epoch(0)[:ERROR_EXAMPLES])
 
 
 def first_look(prepared: Prepared, order: TrainingOrder) -> dict[str, Any] | None:

@@ -1,0 +1,125 @@
+"""Attention transfer: teach mechanisms to imitate the softmax they replace, on unlabelled text.
+
+Softmax outputs o are put in place of the mechanism's ô, so that every layer sees the queries, keys and values of the
+original model. Each then minimises Σ_h ‖ô_h - o_h‖² / ‖o_h‖² over its own parameters alone: all layers learn at once
+and apart from each other, in one pass of the model a step, and no graph is longer than one mechanism.
+
+Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..features import PositiveFeatures
+from ..integration import attention_error, calibrate, patch_model
+from ..integration.patching import Attention
+from .batches import TrainingBatches
+from .processes import process_rank
+from .report import Conversion
+from .transfer import STATE, Transfer
+
+
+def convert(
+    model: nn.Module,
+    attention: Attention | None,
+    batches: Iterable[Mapping[str, Any]] | Sequence[str],
+    *,
+    steps: int = 400,
+    learning_rate: float = 0.03,
+    parts: float = 0.0,
+    divergence: float = 0.0,
+    patience: int | None = None,
+    measure: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_size: int = 16,
+    max_length: int = 512,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    save_every: int = 100,
+    progress: bool = True,
+    **patching: Any,
+) -> Conversion:
+    """Patch a model and train its mechanisms, and nothing else, to imitate the softmax they replace.
+
+    `attention` and further keywords: as `patch_model` takes them; None takes a model that is patched already.
+    `batches`: what a tokenizer returns, one mapping a step, gone through again as often as needed; or texts, with their
+    `tokenizer` (and `batch_size`, `max_length`). No labels are needed. `steps` and `learning_rate` (the highest; it
+    warms up, then falls as a cosine) are those of Adam.
+
+    `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
+    themselves. `divergence`: weight of the divergence between attention weights, for inputs of up to 1024 tokens, since
+    it takes quadratic memory. `patience`: a layer whose loss does not fall any more within so many steps is left as it
+    is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on.
+
+    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it. Where
+    torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
+    Parameters are trained in float32 whatever the dtype of the model. What requires gradients and what is in training
+    mode stays so.
+
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    >>> model = BertModel(tiny)
+    >>> batches = [{"input_ids": torch.randint(0, 1000, (2, 16))} for _ in range(3)]
+    >>> report = convert(model, "hedgehog", batches, steps=2, progress=False)
+    >>> report.steps
+    {'encoder.layer.0.attention.self': 2}
+    """
+    _check_numbers(steps=steps, save_every=save_every, batch_size=batch_size, patience=patience)
+    data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
+    if attention is not None:
+        patch_model(model, attention, seed=seed, **patching)
+    elif patching:
+        raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
+    if measure is None:
+        measure = data.take_first()
+    if attention is not None and any(isinstance(m, PositiveFeatures) and m.optimal for m in model.modules()):
+        calibrate(model, measure)
+    before = attention_error(model, measure)
+    transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
+    with transfer.layers_in_float32(), _progress_bar(progress, steps) as tell:
+        state = None if checkpoint is None else Path(checkpoint) / STATE
+        if state is not None:
+            transfer.load(state, before)
+        source = data.from_step(transfer.step)
+        started = time.perf_counter() - transfer.seconds
+        while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
+            transfer.train(next(source))
+            transfer.seconds = time.perf_counter() - started
+            tell(transfer.step, transfer.mean_error())
+            due = transfer.step % save_every == 0 or transfer.step == steps
+            if state is not None and due and process_rank() == 0:
+                transfer.save(state, before)
+    return Conversion(
+        before=before,
+        after=attention_error(model, measure),
+        steps={layer.name: layer.steps for layer in transfer.layers.values()},
+        seconds=transfer.seconds,
+    )
+
+
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+
+
+@contextmanager
+def _progress_bar(shown: bool, steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A progress bar with the error of the last step, on the main process."""
+    columns = (
+        TextColumn("attention transfer"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("error {task.fields[error]:.3f}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=not shown or process_rank() > 0) as bar:
+        row = bar.add_task("", total=steps, error=math.nan)
+        yield lambda step, error: bar.update(row, completed=step, error=error)

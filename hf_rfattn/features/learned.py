@@ -1,0 +1,99 @@
+"""Feature maps that learn, each head for itself: they are taught by attention transfer, or with the model.
+
+Queries and keys have parameters of their own; grouped query heads share those of the keys they meet.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import Features
+from .maps import FeatureMap, Role, per_head_product, squared_norm
+from .projections import Projection, draw_projection, seeded_generator
+
+
+class HedgehogFeatures(FeatureMap):
+    """φ(x) = [softmax(Wx + b), softmax(-Wx - b)], W and b learned per head and role.
+
+    W starts at the identity, with random orthogonal rows below it for more than twice the head size of features and in
+    its place for fewer; b starts at zero.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, num_features: int, head_dim: int, seed: tuple[int, ...]):
+        super().__init__()
+        self.num_features = num_features
+        rows = num_features // 2
+        start = torch.eye(head_dim, device="cpu")  # where draws are made, also while models are built without memory
+        if rows != head_dim:
+            drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*seed))[0].float()
+            drawn = F.normalize(drawn, dim=-1)
+            start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
+        self.query_weight = nn.Parameter(start.repeat(num_heads, 1, 1))  # [H, rows, D]
+        self.key_weight = nn.Parameter(start.repeat(num_kv_heads, 1, 1))
+        self.query_bias = nn.Parameter(torch.zeros(num_heads, rows))
+        self.key_bias = nn.Parameter(torch.zeros(num_kv_heads, rows))
+
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        weight, bias = (self.query_weight, self.query_bias) if role == "query" else (self.key_weight, self.key_bias)
+        x = per_head_product(x, weight, scale) + bias.to(x.dtype)[:, None]
+        return Features(torch.cat([F.log_softmax(x, dim=-1), F.log_softmax(-x, dim=-1)], dim=-1))
+
+    def multiply_adds(self) -> int:
+        return self.query_weight.shape[1] * self.query_weight.shape[2]
+
+
+START_TEMPERATURE = 0.25  # taught from there, features of real heads come closer to softmax than from 1
+
+
+class LearnedPositiveFeatures(FeatureMap):
+    """φ(x)_r = M^(-1/2) exp(τ^(1/2) ω_rᵀx - τ|x|²/2): FAVOR+ of a kernel exp(τ xᵀy), with ω and τ learned.
+
+    ω, one a head and role, starts at the random draw of FAVOR+; τ is one a key head, and at 1 gives FAVOR+ exactly.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        num_features: int,
+        head_dim: int,
+        seed: tuple[int, ...],
+        *,
+        projection: Projection = "orthogonal",
+        hadamard_blocks: int = 3,
+        antithetic: bool = False,
+    ):
+        super().__init__()
+        self.num_features = num_features
+        self.antithetic = antithetic
+        rows = num_features // 2 if antithetic else num_features
+        drawn = draw_projection(
+            projection, num_kv_heads, rows, head_dim, seeded_generator(*seed, 0), hadamard_blocks
+        ).float()
+        self.query_projection = nn.Parameter(drawn.repeat_interleave(num_heads // num_kv_heads, dim=0))
+        self.key_projection = nn.Parameter(drawn)
+        self.log_temperature = nn.Parameter(torch.full((num_kv_heads,), math.log(START_TEMPERATURE)))
+
+    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+        x = self._scaled(x, scale)
+        return self._features(x, role, -math.log(self.num_features) / 2 - squared_norm(x) / 2)
+
+    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
+        return self._features(self._scaled(x, scale), "query", None)
+
+    def _scaled(self, x: Tensor, scale: float) -> Tensor:
+        """τ^(1/2) · scale · x"""
+        groups = x.shape[1] // len(self.log_temperature)
+        root = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
+        return x * (scale * root[:, None, None])
+
+    def _features(self, x: Tensor, role: Role, shift: Tensor | None) -> Features:
+        log = per_head_product(x, self.query_projection if role == "query" else self.key_projection)
+        if self.antithetic:
+            log = torch.cat([log, -log], dim=-1)
+        return Features(log if shift is None else log + shift)
+
+    def multiply_adds(self) -> int:
+        return self.key_projection.shape[1] * self.key_projection.shape[2]

@@ -1,0 +1,268 @@
+"""Attention transfer: what is trained, on what, that nothing else changes, and that it goes on where it was."""
+
+import copy
+
+import pytest
+import torch
+from conftest import MODELS, tiny_bert, tiny_llama
+from recipe_models import tokenizer
+from torch import distributed
+
+from hf_rfattn import attention_error, convert, patch_model
+from hf_rfattn.integration.error import mechanism_sites
+from hf_rfattn.ops import softmax_attention
+
+every_model = pytest.mark.parametrize("family", list(MODELS))
+
+
+def lively(model):
+    """With weights large enough for attention to differ from averaging."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5)
+    return model
+
+
+def make_batches(count=6, rows=4, length=24):
+    batches = []
+    for _ in range(count):
+        mask = torch.ones(rows, length, dtype=torch.long)
+        mask[0, length // 2 :] = 0
+        batches.append({"input_ids": torch.randint(1, 50, (rows, length)), "attention_mask": mask})
+    return batches
+
+
+def learnt(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".rf." in name}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@every_model
+def test_it_learns_and_leaves_the_rest_alone(family):
+    model, batches = lively(MODELS[family]()), make_batches()
+    model.train()
+    next(iter(model.children())).eval()
+    frozen = [p for i, p in enumerate(model.parameters()) if i % 2]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    modes = [m.training for m in model.modules()]
+    dice = torch.get_rng_state()
+    report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.03, progress=False)
+    assert torch.equal(dice, torch.get_rng_state())
+    assert all(a < 0.7 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
+    assert report.after.overall == attention_error(model, batches[0]).overall  # the first batch, not trained on
+    assert set(report.steps.values()) == {60} and report.seconds > 0
+    named = dict(model.named_parameters())
+    assert all(torch.equal(named[name], value) for name, value in before.items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [p.requires_grad for p in frozen] == [False] * len(frozen)
+    assert all(p.requires_grad for name, p in named.items() if ".rf." in name)
+    assert modes == [m.training for name, m in model.named_modules() if ".rf" not in name]
+    assert "average" in str(report) and str(report).count("\n") == 3
+    assert report.to_dict()["after"]["heads"] == report.after.heads
+
+
+def test_a_step_by_hand():
+    """Adam on the relative error by head over valid positions, with q, k, v of the softmax model."""
+    model, (batch,) = lively(tiny_bert()), make_batches(1)
+    expected = copy.deepcopy(patch_model(model, "hedgehog"))
+    convert(model, None, [batch], measure=batch, steps=1, learning_rate=0.1, progress=False)
+    seen = {}
+    softmax = copy.deepcopy(expected)
+    softmax.set_attn_implementation("sdpa")
+    for site in (layer.attention.self for layer in softmax.encoder.layer):
+        site.register_forward_pre_hook(lambda m, args: seen.__setitem__(m, args[0]))
+    softmax(**batch)
+    mask = batch["attention_mask"].bool()
+    for site, (module, hidden) in zip(expected.encoder.layer, seen.items(), strict=True):
+        q, k, v = (
+            f(hidden).view(4, 24, 4, 8).transpose(1, 2).detach() for f in (module.query, module.key, module.value)
+        )
+        mechanism = site.attention.self.rf
+        exact, out = softmax_attention(q, k, v, key_mask=mask), mechanism(q, k, v, key_mask=mask)
+        rows = mask[:, None, :, None]
+        loss = (((out - exact) * rows).square().sum((0, 2, 3)) / (exact * rows).square().sum((0, 2, 3))).mean()
+        optimizer = torch.optim.Adam(mechanism.parameters(), lr=0.1)
+        loss.backward()
+        optimizer.step()
+    for name, value in learnt(expected).items():
+        torch.testing.assert_close(learnt(model)[name], value, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_learn_apart_from_each_other():
+    batches = make_batches()
+    options = {"steps": 8, "progress": False}
+    both, last = lively(tiny_bert()), None
+    last = copy.deepcopy(both)
+    convert(both, "hedgehog", batches, **options)
+    convert(last, "hedgehog", batches, layers=[1], **options)
+    expected = learnt(last)
+    assert expected and all(".layer.1." in name for name in expected)
+    assert all(torch.equal(learnt(both)[name], value) for name, value in expected.items())
+
+
+def test_padding_and_packing_do_not_matter():
+    """Packed rows teach what rows of their own teach, and what stands under the mask teaches nothing."""
+    model = lively(tiny_llama()).double()
+    rows = torch.randint(1, 50, (2, 20))
+    options = {"steps": 4, "progress": False}
+
+    def learn(batch):
+        copied = copy.deepcopy(model)
+        convert(copied, "fmm", [batch], measure=batch, bandwidth=3, far="hedgehog", **options)
+        return learnt(copied)
+
+    apart = learn({"input_ids": rows, "attention_mask": torch.ones_like(rows)})
+    packed = learn({"input_ids": rows.reshape(1, 40), "position_ids": torch.arange(20).repeat(2)[None]})
+    filler = torch.full((2, 5), 7)
+    mask = torch.cat([torch.ones_like(rows), torch.zeros_like(filler)], dim=1)
+    padded = learn({"input_ids": torch.cat([rows, filler], dim=1), "attention_mask": mask})
+    for name, value in apart.items():
+        torch.testing.assert_close(packed[name], value)
+        torch.testing.assert_close(padded[name], value)
+
+
+@every_model
+def test_bf16(family):
+    """Steps are too small for bf16: they are taken in float32, and only the end is rounded."""
+    model, batches = lively(MODELS[family]()).bfloat16(), make_batches()
+    report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.01, progress=False)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(a < 0.85 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
+
+
+class Torn(Exception):
+    pass
+
+
+def torn(batches, end):
+    """Batches, again and again, that break off before step `end`."""
+    for number in range(end):
+        yield batches[number % len(batches)]
+    raise Torn
+
+
+def test_it_goes_on_where_it_was(tmp_path):
+    model, batches = lively(tiny_bert()), make_batches()
+    options = {"measure": batches[0], "steps": 12, "patience": 3, "save_every": 4, "progress": False}
+    whole = copy.deepcopy(model)
+    expected = convert(whole, "hedgehog", batches, **options)
+    first = copy.deepcopy(model)
+    with pytest.raises(Torn):
+        convert(first, "hedgehog", torn(batches, 7), checkpoint=tmp_path, **options)
+    again = copy.deepcopy(model)
+    seen = []
+    watched = (seen.append(i) or batches[i % 6] for i in range(100))
+    report = convert(again, "hedgehog", watched, checkpoint=tmp_path, **options)
+    assert same(learnt(whole), learnt(again)) and not same(learnt(whole), learnt(first))
+    assert (report.after, report.before, report.steps) == (expected.after, expected.before, expected.steps)
+    assert len(seen) == max(report.steps.values())  # those of the steps before are passed over
+    third = copy.deepcopy(model)
+    finished = convert(third, "hedgehog", batches, checkpoint=tmp_path, **options)
+    assert same(learnt(whole), learnt(third)) and finished.steps == expected.steps
+    with pytest.raises(ValueError, match=r"another conversion: its settings"):
+        convert(copy.deepcopy(model), "hedgehog", batches, checkpoint=tmp_path, **{**options, "steps": 13})
+    with pytest.raises(ValueError, match=r"another conversion: its error before"):
+        convert(lively(tiny_bert()), "hedgehog", batches, checkpoint=tmp_path, **options)
+
+
+def test_early_stop_by_layer():
+    """A layer that has nothing to learn stops; the others go on."""
+    model, batches = lively(tiny_bert()), make_batches()
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight.zero_()
+        model.encoder.layer[1].attention.self.query.bias.zero_()
+    report = convert(model, "hedgehog", batches, steps=40, patience=5, progress=False)
+    first, second = report.steps.values()
+    assert second < 40 and second < first
+
+
+def test_far_fields_learn_by_themselves():
+    model, batches = lively(tiny_bert()), make_batches()
+    found = []
+    for parts in (0.0, 1.0):
+        copied = copy.deepcopy(model)
+        convert(copied, "fmm", batches, bandwidth=3, far="hedgehog", parts=parts, steps=60, progress=False)
+        far = copy.deepcopy(model)
+        patch_model(far, "hedgehog")
+        for mechanism, source in zip(mechanism_sites(far), mechanism_sites(copied), strict=True):
+            mechanism.load_state_dict(source.far[0].state_dict())
+        found.append(attention_error(far, batches[0]).overall)
+    assert all(taught < 0.95 * not_taught for not_taught, taught in zip(*found, strict=True))
+
+
+def test_divergence_of_attention_weights():
+    """Taught by weights alone (their errors weigh a thousandth), outputs come closer too."""
+    model, batches = lively(tiny_llama()), make_batches()
+    report = convert(model, "hedgehog", batches, divergence=1000.0, steps=60, learning_rate=0.03, progress=False)
+    assert all(a < 0.8 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
+
+
+def test_texts():
+    texts = [f"{a} : {b} ; {a} ." for a in ("box", "cup", "jar", "pot") for b in ("red", "blue", "green", "grey")]
+    options = {"tokenizer": tokenizer(), "batch_size": 4, "steps": 5, "progress": False}
+    models = [copy.deepcopy(tiny) for tiny in [tiny_bert()] * 3]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        convert(model, "hedgehog", texts, seed=seed, **options)
+    assert same(learnt(models[0]), learnt(models[1])) and not same(learnt(models[0]), learnt(models[2]))
+
+
+def test_mistakes_are_told():
+    model, batches = tiny_bert(), make_batches(3)
+    for arguments, message in [
+        ((None, batches), "not patched"),
+        (("favor+", batches), "nothing to train.*trainable=True"),
+        (("hedgehog", batches[0]), "several batches or several texts"),
+        (("hedgehog", ["some", "texts"]), "give their tokenizer"),
+        (("hedgehog", []), "empty"),
+        (("hedgehog", batches[:1]), "came to an end after 0 steps"),
+        (("hedgehog", iter(batches)), "came to an end after 2 steps.*a list or DataLoader"),
+        (("rff", batches), "can be negative"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert(model, *arguments, steps=5, divergence=1.0 if arguments[0] == "rff" else 0.0, progress=False)
+    for options, message in [
+        ({"steps": 0}, "steps must be a positive"),
+        ({"patience": 0}, "patience must be a positive"),
+        ({"tokenizer": tokenizer()}, "tokenizer is for texts"),
+        ({"num_features": -1}, "num_features"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            convert(model, "hedgehog", batches, progress=False, **options)
+    patch_model(model, "hedgehog")
+    with pytest.raises(ValueError, match="bandwidth would be ignored"):
+        convert(model, None, batches, bandwidth=3)
+    long = [{"input_ids": torch.randint(1, 50, (1, 1100))}] * 2
+    with pytest.raises(ValueError, match="at most 1024 tokens; this one has 1100"):
+        convert(tiny_llama(), "hedgehog", long, divergence=1.0, steps=1, progress=False)
+
+
+def _convert_a_share(rank, folder, model, batches):
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    shares = [{name: value[rank::2] for name, value in batch.items()} for batch in batches]
+    report = convert(model, "hedgehog", shares, measure=batches[0], steps=5, divergence=0.1, patience=2, progress=False)
+    torch.save((learnt(model), report.steps), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(tmp_path):
+    model, batches = lively(tiny_bert()), make_batches(4)
+    for batch in batches:
+        batch["attention_mask"][:2] = batch["attention_mask"][0]  # a padded row for each process
+    alone = copy.deepcopy(model)
+    report = convert(
+        alone, "hedgehog", batches, measure=batches[0], steps=5, divergence=0.1, patience=2, progress=False
+    )
+    torch.multiprocessing.spawn(_convert_a_share, (str(tmp_path), model, batches), nprocs=2)
+    (first, steps), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert same(first, second) and steps == report.steps
+    for name, value in learnt(alone).items():
+        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)

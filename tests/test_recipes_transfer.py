@@ -1,0 +1,241 @@
+"""Conversion by recipe, fine-tuning from it, transfer within a run, learning from a softmax model, LoRA."""
+
+import json
+
+import convert as recipe
+import finetune_lm
+import finetune_snli
+import pytest
+import torch
+import training.distill
+import training.run
+import transformers
+from recipe_models import forget_processes, make_bert, make_gpt2, run_here
+from safetensors.torch import load_file
+from training.distill import Teacher, make_teacher
+from training.lora import add_adapters, without_adapters
+from training.options import RunOptions
+
+import hf_rfattn
+from hf_rfattn.hub.documents import parse_result
+
+SNLI = (finetune_snli.SnliTask, RunOptions)
+QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 4, "batch_size": 8}
+QUICK |= {"learning_rate": 1e-3, "eval_batch_size": 16}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Pairs of sentences, as files."""
+    import datasets
+    from training import sample
+
+    folder = tmp_path_factory.mktemp("texts")
+    rows = sample.make("snli", "train")[:60]
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tuned(bert, tmp_path_factory):
+    """A softmax model that was trained on the task, a little."""
+    folder = tmp_path_factory.mktemp("tuned")
+    train(bert, folder, attention="softmax")
+    return str(folder / "model")
+
+
+def train(model, output, **fields):
+    """(weights, result) of a run."""
+    result = run_here(*SNLI, model=model, output=str(output), **{**QUICK, **fields})
+    return load_file(output / "model" / "model.safetensors"), result
+
+
+def convert(model, data, output, **fields):
+    forget_processes()
+    given = {"attention": "hedgehog", "columns": ["premise", "hypothesis"], "steps": 12, "batch_size": 8} | fields
+    options = recipe.ConvertOptions(model=model, data=data, output=str(output), **given)
+    try:
+        return json.loads(recipe.convert(options).read_text())
+    finally:
+        forget_processes()
+
+
+def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
+    result = convert(bert, texts, tmp_path / "converted", learning_rate=0.05)
+    folder = tmp_path / "converted" / "model"
+    errors = result["errors"]
+    assert all(a < b for a, b in zip(errors["after"]["overall"], errors["before"]["overall"], strict=True))
+    assert result["transfer"]["steps"] == 12 and result["attention"]["mechanism"] == "hedgehog"
+    card = (folder / "README.md").read_text()
+    assert "Attention transfer" in card and f"{errors['after']['overall'][0]:.3g}"[:4] in card
+    assert not (tmp_path / "converted" / "transfer").exists()
+    assert parse_result(result).after == tuple(errors["after"]["overall"])
+    for part, message in (({"layers": []}, "layers must be a list"), ({"overall": [0.1]}, "a list of 2 numbers")):
+        with pytest.raises(ValueError, match=message):
+            parse_result({**result, "errors": {**errors, "after": {**errors["after"], **part}}})
+    converted, base = load_file(folder / "model.safetensors"), load_file(f"{bert}/model.safetensors")
+    assert all(torch.equal(converted[name], value) for name, value in base.items())
+
+    softmax = train(bert, tmp_path / "softmax", attention="softmax")[1]
+    weights, tuned = train(bert, tmp_path / "tuned", init=str(folder))
+    assert tuned["attention"] == result["attention"] and tuned["transfer"]["steps"] == 12
+    assert tuned["transfer"]["dataset"] == result["dataset"]
+    for name in ("model", "task", "dataset", "budget"):  # so that they stand in one table
+        assert tuned[name] == softmax[name]
+    assert tuned["attention_error"]["before"]["overall"][0] < 0.9 * errors["before"]["overall"][0]
+    assert any(".rf." in name for name in weights) and softmax["transfer"] is None
+
+    again = convert(bert, texts, tmp_path / "converted", learning_rate=0.05, resume=True)
+    assert again["created"] == result["created"]  # finished: nothing is done
+    with pytest.raises(SystemExit):
+        convert(bert, texts, tmp_path / "converted")  # neither --resume nor --overwrite
+
+
+def test_conversion_of_a_language_model(tmp_path):
+    gpt2 = make_gpt2(tmp_path / "gpt2")
+    import datasets
+    from training import sample
+
+    datasets.Dataset.from_list(sample.make("wikitext", "train")[:400]).to_parquet(tmp_path / "train.parquet")
+    options = {"attention": "fmm", "attention_options": ["bandwidth=4", "far=hedgehog"], "columns": ["text"]}
+    convert(gpt2, str(tmp_path), tmp_path / "out", **options, join=True, max_length=32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.rfattn["layers"]["0-1"]["mechanism"] == "fmm"
+    fields = {"data": str(tmp_path), "eval_split": "test", "max_length": 32, "max_steps": 2, "batch_size": 4}
+    datasets.Dataset.from_list(sample.make("wikitext", "train")[:40]).to_parquet(tmp_path / "test.parquet")
+    result = run_here(
+        finetune_lm.LanguageTask, finetune_lm.LanguageOptions, model=gpt2, init=str(tmp_path / "out" / "model"),
+        output=str(tmp_path / "tuned"), distill="self", **fields,
+    )  # fmt: skip
+    assert result["metrics"]["perplexity"]["value"] > 1 and result["model"] == "gpt2"
+
+
+def test_transfer_within_a_run(bert, tmp_path, monkeypatch):
+    """The mechanisms are taught, then all is trained; what a torn run has learnt is not learnt again."""
+    options = {"attention": "hedgehog", "transfer_steps": 10, "transfer_learning_rate": 0.05, "evaluate_first": True}
+    options |= {"save_every": 2}
+    whole, result = train(bert, tmp_path / "whole", **options)
+    error = result["transfer"]["error"]
+    assert all(a < b for a, b in zip(error["after"], error["before"], strict=True))
+    assert result["attention_error"]["before"]["overall"] == error["before"]
+    assert [entry.get("stage") for entry in result["history"]][:2] == ["before training", "after transfer"]
+    assert [entry["step"] for entry in result["history"]] == [0, 0, 4]
+
+    step = training.run.Loop._step
+
+    def breaks(self, batches):
+        if self.progress.step == 3:
+            raise KeyboardInterrupt
+        step(self, batches)
+
+    monkeypatch.setattr(training.run.Loop, "_step", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        train(bert, tmp_path / "torn", **options)
+    monkeypatch.setattr(training.run.Loop, "_step", step)
+    torn, again = train(bert, tmp_path / "torn", **options, resume=True)
+    assert all(torch.equal(whole[name], torn[name]) for name in whole)
+    assert again["history"] == result["history"] and again["transfer"]["error"] == error
+    assert not (tmp_path / "torn" / "transfer").exists()
+
+
+def test_learning_from_a_softmax_model(bert, tuned, tmp_path):
+    plain, _ = train(bert, tmp_path / "plain", attention="hedgehog")
+    taught, _ = train(bert, tmp_path / "taught", attention="hedgehog", distill=tuned, distill_hidden=0.5)
+    assert any(not torch.equal(plain[name], taught[name]) for name in plain)
+    train(tuned, tmp_path / "self", attention="hedgehog", distill="self", max_steps=1)
+    for fields in ({"distill": "self"}, {"distill": str(tmp_path / "plain" / "model")}, {"distill": "./nowhere"}):
+        with pytest.raises(SystemExit):
+            train(bert, tmp_path / "wrong", attention="hedgehog", **fields)
+
+
+def test_distance_to_the_teacher(tuned):
+    """By hand; and a student that is the teacher loses nothing but the task's own loss."""
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    options = RunOptions(model=tuned, distill="self", distill_weight=0.25, distill_temperature=3.0, distill_hidden=2.0)
+    teacher = make_teacher(training.run.make_accelerator(options), load(tuned), False, options)
+    forget_processes()
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    batch = {"input_ids": torch.randint(4, 20, (2, 4)), "attention_mask": mask, "labels": torch.tensor([0, 2])}
+    same = load(tuned).eval()
+    torch.testing.assert_close(teacher.loss(same, batch), 0.75 * same(**batch).loss)
+    student = hf_rfattn.patch_model(load(tuned).eval(), "average")
+    out, exact = (m(**batch, output_hidden_states=True) for m in (student, teacher.model))
+    p, q = ((x.logits / 3).softmax(-1) for x in (exact, out))
+    divergence = 9 * (p * (p / q).log()).sum(-1).mean()
+    rows = mask[..., None]
+    hidden = [
+        ((a - b) * rows).square().sum() / (b * rows).square().sum()
+        for a, b in zip(out.hidden_states[1:], exact.hidden_states[1:], strict=True)
+    ]
+    expected = 0.75 * out.loss + 0.25 * divergence + 2 * sum(hidden) / len(hidden)
+    torch.testing.assert_close(teacher.loss(student, batch), expected)
+    assert isinstance(teacher, Teacher) and not any(p.requires_grad for p in teacher.model.parameters())
+
+
+def test_lora(bert, tmp_path):
+    """Only small matrices, mechanisms and the head are trained; what is saved is a plain model that gives the same."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3).eval()
+    hf_rfattn.patch_model(model, "hedgehog")
+    names = set(model.state_dict())
+    add_adapters(model, 4)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any(".rf." in name for name in trained) and {"classifier.weight", "classifier.bias"} <= trained
+    assert all(".lora_" in name or ".rf." in name or name.startswith("classifier") for name in trained)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1)
+    weights = without_adapters(model, model.state_dict())
+    assert set(weights) == names
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3).eval()
+    hf_rfattn.patch_model(plain, "hedgehog").load_state_dict(weights)
+    batch = {"input_ids": torch.randint(4, 20, (2, 9))}
+    torch.testing.assert_close(plain(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+
+    base = load_file(f"{bert}/model.safetensors")
+    saved, result = train(bert, tmp_path / "lora", attention="hedgehog", lora_rank=2, save_every=2)
+    changed = {name for name in base if not torch.equal(saved[f"bert.{name}"], base[name])}
+    assert changed and all(name.endswith("weight") and base[name].ndim == 2 for name in changed)
+    assert not any("embeddings" in name for name in changed) and result["attention"]["mechanism"] == "hedgehog"
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "lora" / "model")
+    assert "lora" not in " ".join(loaded.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init": "x", "attention": "fmm"}, "leave --attention out"),
+        ({"init": "x", "model": None}, "--init needs --model"),
+        ({"transfer_steps": 5, "attention": "softmax"}, "--attention is softmax"),
+        ({"distill_weight": 0.0}, "a share"),
+        ({"distill_hidden": 1.0}, "needs --distill"),
+        ({"lora_rank": 0}, "at least 1"),
+    ],
+)
+def test_options_that_do_not_go_together(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RunOptions(**{"model": "m"} | fields)
+
+
+def test_what_is_no_conversion_is_told(bert, tmp_path, capsys):
+    other = make_bert(tmp_path / "other", num_hidden_layers=1)
+    patched = hf_rfattn.patch_model(transformers.BertModel.from_pretrained(other), "hedgehog")
+    patched.save_pretrained(tmp_path / "patched")
+    for init, message in (
+        (bert, "nothing in it is patched"),
+        (str(tmp_path / "patched"), "its num_hidden_layers is 1"),
+    ):
+        with pytest.raises(SystemExit):
+            train(bert, tmp_path / "out", init=init)
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Give --model"):
+        recipe.ConvertOptions(model=bert, attention="softmax")
+    with pytest.raises(ValueError, match="two for pairs"):
+        recipe.ConvertOptions(model=bert, attention="fmm", columns=["a", "b", "c"])
+    with pytest.raises(SystemExit):
+        convert(bert, str(tmp_path / "nowhere"), tmp_path / "out")
