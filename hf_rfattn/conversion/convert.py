@@ -34,7 +34,7 @@ def convert(
     batches: Iterable[Mapping[str, Any]] | Sequence[str],
     *,
     steps: int = 400,
-    learning_rate: float = 0.03,
+    learning_rate: float = 0.05,
     parts: float = 0.0,
     divergence: float = 0.0,
     patience: int | None = None,

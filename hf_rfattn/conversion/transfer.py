@@ -88,9 +88,7 @@ class Transfer:
     @contextmanager
     def layers_in_float32(self) -> Iterator[None]:
         """Train parameters that small steps can change; leave them, and what is known of them, as they were found."""
-        found = {
-            p: (p.requires_grad, p.dtype, p.grad) for layer in self.layers.values() for p in layer.parameters.values()
-        }
+        found = {p: (p.requires_grad, p.grad) for layer in self.layers.values() for p in layer.parameters.values()}
         dtypes = {mechanism: next(mechanism.parameters()).dtype for mechanism in self.layers}
         for mechanism, dtype in dtypes.items():
             mechanism.to(torch.promote_types(dtype, torch.float32))
@@ -101,7 +99,7 @@ class Transfer:
         finally:
             for mechanism, dtype in dtypes.items():
                 mechanism.to(dtype)
-            for parameter, (requires, _, gradient) in found.items():
+            for parameter, (requires, gradient) in found.items():
                 parameter.requires_grad_(requires).grad = gradient
 
     def train(self, batch: Mapping[str, Any]) -> None:
