@@ -95,7 +95,12 @@ def speed(documents: Results) -> str:
     alone = [each for each in ops if not each[1]["peers"]] or ops
     paragraphs = [
         *(paragraph for name, document in alone for paragraph in _ops(name, document)),
-        *(paragraph for name, document in ops if document["peers"] for paragraph in _peers(name, document)),
+        *(
+            paragraph
+            for name, document in ops
+            if document["peers"]
+            for paragraph in _peers(name, document, shown=document in [each for _, each in alone])
+        ),
         *_bars([document for _, document in sorted(ops, key=lambda each: not each[1]["peers"])]),
         *(paragraph for name, document in models for paragraph in _model(name, document)),
         *(paragraph for name, document in decode for paragraph in _decode(name, document)),
@@ -138,10 +143,10 @@ def _ops(name: str, document: dict[str, Any]) -> Iterator[str]:
     heads = f"{shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
     yield (
         f"**One attention layer**, {heads}, on {_machine(document)}: speed over `scaled_dot_product_attention`, by "
-        f"length ({_link(name)} has all lengths, times and spreads; `hf-rfattn bench ops` measures yours)."
+        f"length ({_link(name)} has all lengths, types, times and spreads; `hf-rfattn bench ops` measures yours)."
     )
     rows = []
-    for dtype, (causal, training) in product(document["dtypes"], _passes(document)):
+    for dtype, (causal, training) in product(document["dtypes"][:1], _passes(document)):
         cells = ops_report.cells_of(document, kind="mechanism", dtype=dtype, causal=causal, training=training)
         for _, attention, features in ops_report.variants(cells):
             speeds = {
@@ -183,7 +188,8 @@ def _softmax_is_better(document: dict[str, Any]) -> Iterator[str]:
         yield f"**Softmax is the better choice** ({where}) over {', over '.join(below)}."
 
 
-def _peers(name: str, document: dict[str, Any]) -> Iterator[str]:
+def _peers(name: str, document: dict[str, Any], shown: bool) -> Iterator[str]:
+    """`shown`: whether its plot stands above already."""
     yield (
         f"**Other libraries**, float32, as many features as ours, in one run on {_machine(document)}: speed of "
         f"`favor+` over theirs ({_link(name)}; `make peers`, then `make bench-peers`)."
@@ -202,7 +208,8 @@ def _peers(name: str, document: dict[str, Any]) -> Iterator[str]:
                 label = f"{ops_report.name_of_round(causal, training)}, M = {features}"
                 rows.append([label, peer, *(_times(speeds.get(length)) for length in lengths)])
     yield _table(["", "over", *(f"{length:,} tokens" for length in lengths)], rows)
-    yield _image(name, "Time of one attention layer by length, this package and other libraries, log-log")
+    if not shown:
+        yield _image(name, "Time of one attention layer by length, this package and other libraries, log-log")
     checks = [check for check in document["checks"] if check["kind"] == "peer"]
     if checks:
         worst = max(checks, key=lambda check: check["deviation_at_magnitude_1"] or 0)

@@ -297,7 +297,8 @@ def test_bars_are_the_worst_of_what_was_measured():
     )
     assert len(found) == 20
     bar = found["speed over performer-pytorch, bidirectional forward, M = 64, L ≥ 1,024"]
-    assert bar["value"] == 1.9 and bar["met"] is True and bar["where"] == "M = 64, L = 4,096"
+    assert bar["value"] == 1.9 and bar["met"] is True
+    assert bar["where"] == "M = 64, L = 4,096; its matrix products alone would give 3.23 ×"
     assert found["speed over fast-transformers, bidirectional forward, M = 64, L ≥ 1,024"]["met"] is False
     assert found["speed over fast-transformers, causal forward, M = 64, L ≥ 1,024"]["met"] is None
     assert found["speed over softmax, bidirectional forward, M = 64, L = 8,192"]["met"] is True

@@ -60,7 +60,7 @@ def _bars(cells: Cells, document: dict[str, Any]) -> Iterator[dict[str, Any]]:
         (FAST_TRANSFORMERS, True, False, 64, 1024, 1.5),
     ):
         what = f"speed over {name}, {_round(causal, training)}, M = {features}, L ≥ {least:,}"
-        yield _worst(what, chosen(causal, training, features, least), over_peer(name), AT_LEAST, bound)
+        yield _worst(what, chosen(causal, training, features, least), over_peer(name), AT_LEAST, bound, over_limit)
     for causal, features, most in ((False, 64, 384), (True, 64, 768), (False, 256, 1024)):
         yield _crossover(document, causal, features, most)
     for causal, bound in ((False, 15), (True, 6)):
@@ -95,13 +95,22 @@ def _bar(what: str, value: float | None, relation: str, bound: float, unit: str,
 
 
 def _worst(
-    what: str, cells: Cells, value: Callable[[dict[str, Any]], float | None], relation: str, bound: float
+    what: str,
+    cells: Cells,
+    value: Callable[[dict[str, Any]], float | None],
+    relation: str,
+    bound: float,
+    over_limit: Callable[[dict[str, Any]], float | None] = lambda cell: None,
 ) -> dict[str, Any]:
+    """`over_limit`: how far a cell is from its matrix products alone, where they bound what can be reached."""
     rows = [(found, cell) for cell in cells if (found := value(cell)) is not None]
     if not rows:
         return _bar(what, None, relation, bound, "×")
     worst, cell = (min if relation == AT_LEAST else max)(rows, key=lambda row: row[0])
-    return _bar(what, worst, relation, bound, "×", f"M = {cell['features']}, L = {cell['length']:,}")
+    where, slower = f"M = {cell['features']}, L = {cell['length']:,}", over_limit(cell)
+    if slower is not None:
+        where += f"; its matrix products alone would give {worst * slower:.2f} ×"
+    return _bar(what, worst, relation, bound, "×", where)
 
 
 def _crossover(document: dict[str, Any], causal: bool, features: int, most: int) -> dict[str, Any]:
