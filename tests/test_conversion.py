@@ -175,8 +175,8 @@ def test_early_stop_by_layer():
     """A layer that has nothing to learn stops; the others go on."""
     model, batches = lively(tiny_bert()), make_batches()
     with torch.no_grad():
-        model.encoder.layer[1].attention.self.query.weight.zero_()
-        model.encoder.layer[1].attention.self.query.bias.zero_()
+        model.encoder.layer[1].attention.self.value.weight.zero_()
+        model.encoder.layer[1].attention.self.value.bias.zero_()
     report = convert(model, "hedgehog", batches, steps=40, patience=5, progress=False)
     first, second = report.steps.values()
     assert second < 40 and second < first
@@ -265,4 +265,5 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     (first, steps), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert same(first, second) and steps == report.steps
     for name, value in learnt(alone).items():
-        torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-5)
+        # Adam makes steps of 0.05 out of gradients of any size, rounded ones too
+        torch.testing.assert_close(first[name], value, rtol=0, atol=2e-3)

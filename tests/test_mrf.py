@@ -71,7 +71,7 @@ FEATURES = {
     "a draw a transition": lambda T: PositiveFeatures(T - 1, 8, N, (0,)),
     "relu": lambda T: ReluFeatures(1, 8, N, (0,)),
     "elu": lambda T: EluFeatures(N),
-    "hedgehog": lambda T: HedgehogFeatures(1, 1, N),
+    "hedgehog": lambda T: HedgehogFeatures(1, 1, 2 * N, N, (0,)),
     "fourier": lambda T: FourierFeatures(1, 8, N, (0,), normalize_qk=False),
     "tanh": lambda T: TanhFeatures(N),
 }

@@ -94,8 +94,9 @@ def test_rows_forward_and_checkpoint(name, method, tmp_path):
     model.save_pretrained(tmp_path)
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for key, value in outputs(again.eval(), one_row(name, LONG)).items():
-        assert torch.equal(value, out[key])
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in model.state_dict().items())
+    for key, value in outputs(again.eval(), one_row(name, LONG)).items():  # libraries round by where weights lie
+        torch.testing.assert_close(value, out[key], rtol=1e-5, atol=1e-5)
     for (key, value), (_, other) in zip(model.named_buffers(), again.named_buffers(), strict=True):
         assert torch.equal(value, other), key
 

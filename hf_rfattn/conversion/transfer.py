@@ -47,7 +47,7 @@ class _Layer:
         self.loss_sum += loss
         if patience is not None and self.steps % patience == 0:
             mean, self.loss_sum = self.loss_sum / patience, 0.0
-            self.stopped = mean > (1 - LEAST_GAIN) * self.last_mean
+            self.stopped = mean >= (1 - LEAST_GAIN) * self.last_mean
             self.last_mean = mean
 
     def facts(self) -> dict[str, Any]:

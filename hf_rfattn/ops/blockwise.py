@@ -143,6 +143,11 @@ def _suffixes(
     return suffixes[::-1]
 
 
+def _tiles(x: Tensor, start: int, stop: int) -> Tensor:
+    """A part of dimension 2; all of it as it is, since the gradient of a slice begins as a tensor of zeros."""
+    return x if stop - start == x.shape[2] else x[:, :, start:stop]
+
+
 class _Tiling:
     """Tiles of a block of rows and of the keys around it, with their masks.
 
@@ -196,14 +201,14 @@ class _Tiling:
         q = far.queries(x, self.root).map(self._queries)
         tiles = v.shape[2] - left - right
 
-        first = slice(0, tiles)  # those that the running state takes in while it passes
-        entering, ended, mine = self._borders(k.map(lambda z: z[:, :, first]), rows, -left, False)
-        states, carry = running_states(entering, v[:, :, first], before, ended)
+        # the tiles that the running state takes in while it passes
+        entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, 0, tiles)), rows, -left, False)
+        states, carry = running_states(entering, _tiles(v, 0, tiles), before, ended)
         beyond = [(states, mine)]
         if after is not None:
-            last = slice(left + right, None)
-            entering, ended, mine = self._borders(k.map(lambda z: z[:, :, last]), rows, right, True)
-            beyond.append((running_states(entering, v[:, :, last], after, ended, backward=True)[0], mine))
+            last = left + right, tiles + left + right
+            entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, *last)), rows, right, True)
+            beyond.append((running_states(entering, _tiles(v, *last), after, ended, backward=True)[0], mine))
         allowed = self._pairs(rows, visible, left, right, outside=self.bandwidth if self.apart else None)
         return self._from_tiles(attend_tiles(q, k, v, allowed, left, right, beyond), x), carry
 
@@ -244,7 +249,7 @@ class _Tiling:
 
     def _trim(self, x: Tensor, before: int, after: int) -> Tensor:
         """Without so many tiles of the halo."""
-        return x[:, :, before * self.size : x.shape[2] - after * self.size]
+        return _tiles(x, before * self.size, x.shape[2] - after * self.size)
 
     def _pairs(self, rows: slice, visible: Tensor | None, left: int, right: int, **band: int | None) -> Tensor:
         segments = None if self.segments is None else self._window(self.segments, rows, left, right)

@@ -124,8 +124,13 @@ def read_state(q: Features, state: State) -> Partial:
     q = q.raised(state.log_scale, reuse=True)
     scale = q.largest(-1)
     phi = q.divided(scale, reuse=True)
-    part = product(phi, state.outer), product(phi, state.total), scale
+    part = product(phi, state.outer), _dot(phi, state.total), scale
     return Partial(*(x.reshape(B, H, L, -1) for x in part) if K != H else part)
+
+
+def _dot(phi: Tensor, total: Tensor) -> Tensor:
+    """`phi @ total` for a single column, which libraries for matrices compute at a fifth of their speed."""
+    return torch.mul(phi, total.transpose(-1, -2), out=fresh(phi.shape, phi)).sum(-1, keepdim=True)
 
 
 def running_states(
@@ -208,7 +213,7 @@ def attend_tiles(
     for read, (state, _) in zip(reads, beyond, strict=True):
         phi = read.divided(scale, reuse=True)
         numerator = product(phi, state.outer, numerator)
-        denominator = product(phi, state.total, denominator)
+        denominator = denominator + _dot(phi, state.total)
     return Partial(numerator, denominator, scale)
 
 
