@@ -343,13 +343,16 @@ def test_real_runs(tmp_path, bert):
     assert all(entry["tokens_per_second"]["mean"] is None for entry in summary["speed"])  # two steps are not timed
 
 
-@pytest.mark.parametrize("name", ["accuracy", "squad"])
-def test_the_files_that_come_with_it(name, tmp_path, bert):
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [("accuracy", ("data", "models")), ("language", ("data",)), ("squad", ("data", "models"))],
+)
+def test_the_files_that_come_with_it(name, variables, tmp_path, bert):
     """Are well-formed whatever the folders: with the shapes of the data they name, nothing in them is refused."""
     for folder in ("glue_sst2", "snli", "squad", "wikitext-2-raw-v1"):
         (tmp_path / folder).mkdir()
     (tmp_path / "paraphrase-MiniLM-L3-v2").symlink_to(bert)
-    given = {"data": str(tmp_path), "models": str(tmp_path)}
+    given = dict.fromkeys(variables, str(tmp_path))
     made = plan.read_plan(demo.FOLDER / "compare" / f"{name}.yaml", tmp_path / "out", given)
     judged = [run for run in made.runs if run.place and run.place["accuracy"]]
     every = {"softmax", "favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"}
