@@ -2,10 +2,10 @@
 
 import os
 import random
-import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 import torch
 from recipe_models import ROOT, command, environment, make_bert
@@ -89,7 +89,7 @@ def test_killed_at_any_moment(zygote, model, tmp_path, processes):
 
 @pytest.mark.slow
 def test_torchrun_killed(zygote, model, tmp_path):
-    """Two processes started by torchrun, as a user starts them, killed with their launcher."""
+    """Two processes started by torchrun, as a user starts them, all of them killed at once."""
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     zygote.start(SNLI, "--model", model, *OPTIONS, "--output", whole, processes=2).wait(check=True)
     line = command("finetune_snli.py", "--model", model, *OPTIONS, "--output", torn, processes=2)
@@ -99,7 +99,10 @@ def test_torchrun_killed(zygote, model, tmp_path):
         while not any(name.startswith("step") for name in listing(torn)):
             assert launcher.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.01)
-        os.killpg(launcher.pid, signal.SIGKILL)
+        started = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+        for process in started:  # torchrun puts its processes into sessions of their own
+            process.kill()
+        psutil.wait_procs(started)
         launcher.wait()
     assert not (torn / "result.json").exists()
     zygote.start(SNLI, "--model", model, *OPTIONS, "--output", torn, "--resume", processes=2).wait(check=True)
