@@ -1,4 +1,5 @@
-"""The one way attention is computed here: in blocks of positions, near field and far fields of a block together.
+"""Attention in blocks of positions, near field and far fields of a block together: where there is a band, an order, or
+features with signs. Positive features of keys that all queries see need less: see `two_softmaxes`.
 
 Training keeps the inputs and outputs of a block and computes the rest again in backward, so memory is O(B·H·(L·D +
 M·D)) whatever the number of features; and a block is small enough to stay near a CPU.
