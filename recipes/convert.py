@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from filelock import FileLock
 from training.batches import PadBatch, TrainingOrder
 from training.data import find_source, fingerprint, load_split, take
 from training.language import split_blocks, tokens_of
 from training.models import attention_of, choose_length, load_tokenizer, needs_positions
 from training.options import described, flag, parse_options
-from training.output import MODEL, RESULT, check_output, open_output
+from training.output import MODEL, RESULT, check_output, open_output, output_lock
 from training.progress import Progress
 from training.results import PACKAGES, base_name, command
 from training.run import check_hub, quiet, told_at_once
@@ -114,6 +115,14 @@ class Share:
 
 def convert(options: ConvertOptions) -> Path:
     """From the options to the result file; returns its path."""
+    lock = output_lock(options)
+    try:
+        return _convert(options, lock)
+    finally:
+        lock.release()
+
+
+def _convert(options: ConvertOptions, lock: FileLock) -> Path:
     output = Path(options.output)
     with told_at_once():
         check_hub(options.push_to_hub)
@@ -152,7 +161,7 @@ def convert(options: ConvertOptions) -> Path:
         )
         share, measure = shares(rows, model, tokenizer, accelerator, options)
         if accelerator.is_main_process:
-            open_output(options)
+            open_output(options, lock)
         accelerator.wait_for_everyone()
         given = {"learning_rate": options.learning_rate, "parts": options.parts}
         done = hf_rfattn.convert(

@@ -13,10 +13,12 @@ import pytest
 import torch
 import training.loop
 from datasets import Dataset
+from filelock import FileLock
 from loopback_hub import LoopbackHub
 from recipe_models import environment, make_bert, run_apart, run_here
 from training import sample
 from training.options import RunOptions
+from training.output import LOCK
 
 SNLI = (finetune_snli.SnliTask, RunOptions)
 SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
@@ -173,3 +175,15 @@ def test_push_to_hub(bert, tmp_path, monkeypatch):
         assert "Published:" in done.stderr
         sent = hub.repos["me/tiny"].files()
         assert {"config.json", "README.md", "results/snli.json", "model.safetensors"} <= set(sent)
+
+
+def test_two_runs_in_one_folder(bert, tmp_path, capsys):
+    """As after a kill of a launcher alone: its processes would go on beside the resumed run, and each delete the states
+    of the other.
+    """
+    folder = tmp_path / "out"
+    folder.mkdir()
+    options = {**QUICK, "model": str(bert)}
+    with FileLock(folder / LOCK):
+        assert "Another run is writing to" in refused(capsys, SNLI, folder, **options, resume=True)
+    assert run_here(*SNLI, output=str(folder), **options, resume=True)["steps_done"] == 4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from torch import nn
 
 from hf_rfattn.commands import in_bytes
@@ -27,6 +28,7 @@ from .task import Prepared
 from .transfer import TRANSFER
 
 RUN, MODEL, BEST, RESULT = "run.json", "model", "best", "result.json"
+LOCK = ".lock"
 # what may differ between a run and its continuation, since it does not change what is learnt
 FREE = {
     "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
@@ -75,16 +77,27 @@ def as_document(options: RunOptions) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
 
 
-def open_output(options: RunOptions) -> Path:
+def output_lock(options: RunOptions) -> FileLock:
+    """What `open_output` takes, and whoever called this must release. The system releases it for a killed process."""
+    return FileLock(Path(options.output) / LOCK, timeout=0)
+
+
+def open_output(options: RunOptions, lock: FileLock) -> None:
     """Make the folder, empty it of what --overwrite gives up, and note the options. For the main process."""
     output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"Another run is writing to {output} at this moment (killing a launcher may leave its processes behind). "
+            "Wait for it or end it, or choose another --output."
+        ) from None
     if options.overwrite:
         for name in (STATES, BEST, MODEL, TRANSFER):
             shutil.rmtree(output / name, ignore_errors=True)
         (output / RESULT).unlink(missing_ok=True)
-    output.mkdir(parents=True, exist_ok=True)
     (output / RUN).write_text(json.dumps(as_document(options), indent=2) + "\n", encoding="utf-8")
-    return output
 
 
 def check_shared(output: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 from accelerate.utils import GradientAccumulationPlugin, set_seed
+from filelock import FileLock
 from huggingface_hub import get_token
 from huggingface_hub.utils import validate_repo_id
 from torch.utils.data import DataLoader
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 import hf_rfattn
 from hf_rfattn.bench.results import write_result
 from hf_rfattn.hub.cards import write_card
+from hf_rfattn.hub.documents import STAGES
 from hf_rfattn.hub.folder import RESULTS
 
 from .batches import ShareOfBatches, TrainingOrder
@@ -37,7 +39,7 @@ from .lora import add_adapters
 from .models import attention_of, has_new_head, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
-from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output
+from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output, output_lock
 from .progress import Progress
 from .results import begin_result, finish_result
 from .state import PARTIAL, STATES, RunProgress, latest_state, load_state
@@ -68,6 +70,14 @@ def told_at_once() -> Iterator[None]:
 
 def run(task: Task) -> Path:
     """Check, train, keep the model, write the result file; returns its path."""
+    lock = output_lock(task.options)
+    try:
+        return _run(task, lock)
+    finally:
+        lock.release()
+
+
+def _run(task: Task, lock: FileLock) -> Path:
     started = time.perf_counter()
     options, output = task.options, Path(task.options.output)
     with told_at_once():
@@ -96,10 +106,10 @@ def run(task: Task) -> Path:
         optimizer = make_optimizer(prepared.model, options)
     attention = attention_of(prepared.model)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        open_output(options)
-    accelerator.wait_for_everyone()
     with told_at_once():
+        if accelerator.is_main_process:
+            open_output(options, lock)
+        accelerator.wait_for_everyone()
         check_shared(output)
 
     state = latest_state(output) if options.resume else None
@@ -174,12 +184,12 @@ def before_training(
             stages.append({"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}})
             tell.say(f"{stage}: " + "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items()))
 
-    look("before training")
+    look(STAGES[0])
     if not options.transfer_steps:
         return None, stages
     transferred = transfer(accelerator, prepared, order, options, a_few(prepared, order))
     tell.say(str(transferred))
-    look("after transfer")
+    look(STAGES[1])
     return transferred, stages
 
 
