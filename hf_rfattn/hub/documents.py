@@ -12,6 +12,7 @@ kind "task", one a training run:
     metrics       {name: {value, n, [scale], [lower_is_better]}}; n: examples; scale: a perfect score, 1 or 100
     [main_metric] the one that tables and plots show first; else the first
     budget        {epochs or steps, learning_rate, ...}: runs compared with each other have equal budgets
+    [history]     [{step, metrics, [stage]}, ...]: further evaluations; stage: one of STAGES, those before training
     samples_per_second, tokens_per_second, peak_memory_bytes, wall_time_seconds: numbers or null
     [checkpoint]  `checkpoint_fingerprint` of the folder this run saved
     [command]     the words of the command line
@@ -41,6 +42,7 @@ from .folder import check_attention
 
 LOWER_IS_BETTER = {"loss", "perplexity"}
 FRACTIONS = {"accuracy", "f1", "exact_match", "matthews_correlation", "pearson", "spearmanr"}
+STAGES = ("before training", "after transfer")  # evaluations of a run that has not begun to train
 NOT_FOR_CARDS = "bench "  # how the kinds of other documents begin
 
 

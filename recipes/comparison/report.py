@@ -48,6 +48,7 @@ def accuracy(summary: Mapping[str, Any]) -> Iterator[Block]:
         "that of the attention's outputs relative to softmax's, mean over layers, before and after training."
     )
     yield overview_table(summary)
+    yield from stages(summary)
     if figure := pareto(summary):
         yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
     for table in summary["accuracy"]:
@@ -69,6 +70,35 @@ def overview_table(summary: Mapping[str, Any]) -> Table:
     columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
     kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
     return Table("", ["attention", *columns, "mean share of softmax's score", ""], rows, kinds)
+
+
+def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
+    """What each step buys, where runs were evaluated before training too."""
+    tables = [table for table in summary["accuracy"] if any(_first_look(row) for row in table["rows"])]
+    if not tables:
+        return
+    rows = []
+    for each in summary["overview"]:
+        cells = []
+        for table in tables:
+            row = next((row for row in table["rows"] if row["row"] == each["row"]), None)
+            steps = [] if row is None else [*row["stages"].values(), row["metric"]]
+            shown = [score({**step, "spread": None}, table["scale"]) for step in steps if step["mean"] is not None]
+            cells.append(" → ".join(shown) or DASH)
+        shares = [*each["mean_share_by_stage"].values(), each["mean_share_of_softmax"]]
+        rows.append([each["row"], *cells, *map(percent, shares)])
+    columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
+    kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
+    yield Paragraph(
+        "What each step buys: patched and not trained → after attention transfer, if its row has one → after "
+        "fine-tuning too. The mean shares are of the scores of softmax, before its further training for the first two."
+    )
+    shares = ["patched", "after transfer", "fine-tuned"]
+    yield Table("", ["attention", *columns, *(f"mean share, {name}" for name in shares)], rows, kinds)
+
+
+def _first_look(row: Mapping[str, Any]) -> bool:
+    return any(value["mean"] is not None for value in row["stages"].values())
 
 
 def title_of(table: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> str:

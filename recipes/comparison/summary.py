@@ -10,7 +10,7 @@ from hf_rfattn.bench.crossover import measured_crossover
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import SCHEMA_VERSION, machine
 from hf_rfattn.hub.comparison import NO_ATTENTION, control_of
-from hf_rfattn.hub.documents import TaskResult, parse_result
+from hf_rfattn.hub.documents import STAGES, TaskResult, parse_result
 from hf_rfattn.hub.folder import attention_label, mechanism_names_in
 
 KIND = "comparison"
@@ -120,6 +120,7 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
                 **_identity(found[0], attentions),
                 "seeds": sorted(result.seed for result in found),
                 "metric": over_seeds([result.metrics[first.main_metric].value for result in found]),
+                "stages": {stage: over_seeds([_at(stage, result) for result in found]) for stage in STAGES},
                 "samples_per_second": over_seeds([result.samples_per_second for result in found]),
                 "attention_error": _errors(found),
             }
@@ -142,6 +143,14 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
             }
         )
     return tables
+
+
+def _at(stage: str, result: TaskResult) -> float | None:
+    """The metric that a run recorded at a stage before its training."""
+    for entry in result.document.get("history", ()):
+        if entry.get("stage") == stage:
+            return float(entry["metrics"][result.main_metric]["value"])
+    return None
 
 
 def _identity(result: TaskResult, others: Iterable[Any]) -> dict[str, Any]:
@@ -171,10 +180,15 @@ def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict
     attention at all to softmax.
     """
     softmax = next((row["metric"]["mean"] for row in rows if row["attention"] == SOFTMAX), None)
+    unpatched = next((row["stages"][STAGES[0]]["mean"] for row in rows if row["attention"] == SOFTMAX), None)
     nothing = next((row["metric"]["mean"] for row in rows if row["control"] == NO_ATTENTION), None)
     for row in rows:
         mean = row["metric"]["mean"]
         row["over_softmax"] = mean / softmax if softmax else None
+        row["stages_over_softmax"] = {
+            stage: value["mean"] / unpatched if unpatched and value["mean"] is not None else None
+            for stage, value in row["stages"].items()
+        }
         gap = None if softmax is None or nothing is None else softmax - nothing
         better = gap is not None and (gap < 0 if lower_is_better else gap > 0)
         row["from_average_to_softmax"] = (mean - nothing) / gap if better else None
@@ -188,17 +202,23 @@ def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for name in rows:
         found = [next((row for row in table["rows"] if row["row"] == name), None) for table in tables]
         scores = [row for row, table in zip(found, tables, strict=True) if not table["lower_is_better"]]
-        shares = [row["over_softmax"] if row else None for row in scores]
-        complete = bool(shares) and all(share is not None for share in shares)
         overview.append(
             {
                 "row": name,
                 "attention": next(row["attention"] for row in found if row),
                 "control": next((row["control"] for row in found if row and row["control"]), None),
-                "mean_share_of_softmax": statistics.mean(shares) if complete else None,
+                "mean_share_of_softmax": _mean([row and row["over_softmax"] for row in scores]),
+                "mean_share_by_stage": {
+                    stage: _mean([row and row["stages_over_softmax"][stage] for row in scores]) for stage in STAGES
+                },
             }
         )
     return overview
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of all of them, or None if one is missing."""
+    return None if not values or None in values else statistics.mean(values)  # type: ignore[type-var]
 
 
 def _speeds(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
