@@ -88,6 +88,13 @@ def key_blocks(inputs: Inputs, far: FarField) -> list[slice]:
     return slices(L, block_length(L, B * K * width, width, 1, inputs.k.device))
 
 
+def product_dtype(given: torch.dtype, computed: torch.dtype) -> torch.dtype:
+    """Of products of values with weights from 0 to 1: bfloat16 as it came, since what is rounded there, and summed in
+    float32, is rounded to it in the end anyway. Exponents and signed sums need more.
+    """
+    return given if given == torch.bfloat16 else computed
+
+
 def slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
@@ -99,7 +106,8 @@ def summarise(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> Sta
         y, v = inputs.k[:, :, rows], inputs.v[:, :, rows]
 
         def sum_block(y: Tensor, v: Tensor, rows: slice = rows) -> tuple[Tensor, ...]:
-            return sum_keys(keys_shown(inputs, far, rows, y), v.to(inputs.dtype))
+            k = keys_shown(inputs, far, rows, y)
+            return sum_keys(k, v.to(product_dtype(v.dtype, inputs.dtype) if k.factor is None else inputs.dtype))
 
         with scratch(y):
             block = State(*recompute(sum_block, y, v, held=held))

@@ -88,10 +88,11 @@ def linear_multiply_adds(length: int, features: int, value_dim: int, causal: boo
 
 
 def sum_keys(k: Features, v: Tensor) -> State:
-    """The state of keys `[..., L, M]`. Hidden ones have log = -inf."""
+    """The state of keys `[..., L, M]`. Hidden ones have log = -inf. Values may be bfloat16 for positive features."""
     scale = k.largest(-2)
     phi = k.divided(scale, reuse=True)
-    return State(scale, phi.transpose(-1, -2) @ v, phi.sum(-2).unsqueeze(-1))
+    outer = (phi.to(v.dtype).transpose(-1, -2) @ v).to(phi.dtype)
+    return State(scale, outer, phi.sum(-2).unsqueeze(-1))
 
 
 def combine(a: State, b: State) -> State:

@@ -6,7 +6,7 @@ exp l_r(y_j) v_j / z_r,
     φ(x_i)ᵀ S / φ(x_i)ᵀ z = Σ_r softmax_r(l_r(x_i) + log z_r) μ_r,
 
 so that no denominator is left, and nothing can overflow. Backward computes both softmaxes again, a block at a time,
-from log z and μ alone.
+from log z and μ alone. Of bfloat16 inputs, values are multiplied in bfloat16; all else, and all gradients, are float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import FarField, Rows, block_length, key_blocks, keys_shown, slices, summarise
+from .blocks import FarField, Rows, block_length, key_blocks, keys_shown, product_dtype, slices, summarise
 from .inputs import Inputs
 from .linear_attention import Features
 from .partial import exp_less, finite
@@ -38,13 +38,14 @@ def _attend(inputs: Inputs, far: FarField, held: Sequence[Tensor] = ()) -> tuple
     log_mass = finite(state.log_scale + state.total.log().transpose(-1, -2))
     mean = state.outer / state.total.clamp(min=torch.finfo(state.total.dtype).tiny)
     outs = Rows(inputs.q.shape[:3], mean.shape[-1], inputs.q)
+    narrow = product_dtype(inputs.q.dtype, inputs.dtype)
     for rows in _query_blocks(inputs, far):
         x = inputs.q[:, :, rows]
 
         def read(x: Tensor, log_mass: Tensor, mean: Tensor, rows: slice = rows) -> tuple[Tensor]:
             weights = _weights(far.queries(x.to(inputs.dtype), inputs.root).log, log_mass)
-            place = outs.place(rows, mean.dtype) if x.shape[1] == mean.shape[1] else None
-            return (product(weights, mean, out=place).reshape(*x.shape[:3], -1).to(x.dtype),)
+            place = outs.place(rows, narrow) if x.shape[1] == mean.shape[1] else None
+            return (product(weights.to(narrow), mean.to(narrow), out=place).reshape(*x.shape[:3], -1).to(x.dtype),)
 
         with scratch(x):
             outs.put(recompute(read, x, log_mass, mean, held=held)[0], rows)
