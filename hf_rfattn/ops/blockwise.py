@@ -61,8 +61,11 @@ def attend_in_blocks(
     )
 
     suffixes: list[list[State]] = [[] for _ in queries]
+    one_tile = ordered and not inputs.causal and size >= L  # nothing lies beyond it
     if not ordered:
         states = [summarise(inputs, f, held) for f in far]
+    elif one_tile:
+        states = []
     else:
         if states is None:
             states = [no_keys(inputs, f) for f in far]
@@ -78,7 +81,7 @@ def attend_in_blocks(
             x = y = u = x.to(inputs.dtype)  # where no keys are needed, nothing looks at them
             if needs_keys:
                 y, u, rest = rest[0].to(inputs.dtype), inputs.value(rest[1]), rest[2:]
-            before, after, given = _unflatten(rest, len(far), bool(suffixes[number]))
+            before, after, given = _unflatten(rest, 0 if one_tile else len(far), bool(suffixes[number]))
             parts: list[Partial] = []
             carried: list[Tensor] = []
             if bandwidth is not None:
@@ -86,7 +89,8 @@ def attend_in_blocks(
                 parts.append(merge(band, Partial(*given)) if given else band)
             for i, f in enumerate(far):
                 if ordered:
-                    part, carry = tiling.far(f, x, y, u, rows, before[i], after[i] if after else None)
+                    around = () if one_tile else (before[i], after[i] if after else None)
+                    part, carry = tiling.far(f, x, y, u, rows, *around)
                     parts.append(part)
                     carried += carry
                 else:
@@ -129,6 +133,8 @@ def _suffixes(
     halo = tiling.right * tiling.size
     for number in range(len(keys))[::-1]:
         suffixes.append(carries)
+        if number == 0:
+            break
         start -= keys[number].shape[2]
         rows = slice(start, start + keys[number].shape[2])
         y, u = (with_halo(p, number, 0, halo, tiling.size) for p in (keys, values))
@@ -187,9 +193,16 @@ class _Tiling:
         return self._from_tiles(attend_band(self._queries(x), keys, values, allowed, self.left, self.right), x)
 
     def far(
-        self, far: FarField, x: Tensor, y: Tensor, v: Tensor, rows: slice, before: State, after: State | None
-    ) -> tuple[Partial, State]:
-        """A far field where order matters; and the state to carry on to the next block."""
+        self,
+        far: FarField,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        rows: slice,
+        before: State | None = None,
+        after: State | None = None,
+    ) -> tuple[Partial, State | tuple[()]]:
+        """A far field where order matters; and the state to carry on to the next block, if there is one before."""
         left, right = self.lag, 0 if self.causal else self.lag
         around = self.left - left, self.right - right  # tiles of the halo that are the band's alone
         y, v = self._trim(y, *around), self._trim(v, *around)
@@ -202,10 +215,12 @@ class _Tiling:
         q = far.queries(x, self.root).map(self._queries)
         tiles = v.shape[2] - left - right
 
-        # the tiles that the running state takes in while it passes
-        entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, 0, tiles)), rows, -left, False)
-        states, carry = running_states(entering, _tiles(v, 0, tiles), before, ended)
-        beyond = [(states, mine)]
+        beyond = []
+        carry: State | tuple[()] = ()
+        if before is not None:  # the tiles that the running state takes in while it passes
+            entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, 0, tiles)), rows, -left, False)
+            states, carry = running_states(entering, _tiles(v, 0, tiles), before, ended)
+            beyond.append((states, mine))
         if after is not None:
             last = left + right, tiles + left + right
             entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, *last)), rows, right, True)
