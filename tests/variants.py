@@ -32,6 +32,7 @@ OPTIONS = [
     ("fmm", {"bandwidth": 70, "normalizer": "joint", "far": ("hedgehog", FavorConfig(num_features=9))}),
     ("fmm", {"bandwidth": 5, "normalizer": "joint", "far": (FavorConfig(trainable=True),)}),
     ("fmm", {"bandwidth": 3, "normalizer": "joint", "global_tokens": 2, "far": "elu"}),
+    ("fmm", {"bandwidth": 3, "global_tokens": 2, "far": ("elu", "tanh")}),
 ]
 
 

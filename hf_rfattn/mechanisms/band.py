@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..ops import Partial, attend_in_blocks, normalise
+from ..ops.banded_attention import with_global_rows
 from ..ops.naive import masked_softmax, repeat_heads
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least
@@ -20,8 +21,8 @@ from .registry import register_mechanism
 class BandConfig(MechanismConfig):
     """Options of "band".
 
-    `bandwidth`: keys at this distance or less are seen. `global_tokens`: so many keys at the start of each sequence
-    (and at its end, unless causal) are seen by every query.
+    `bandwidth`: keys at this distance or less are seen. `global_tokens`: so many tokens at the start of each sequence
+    (and at its end, unless causal) are seen by every query, and see every key.
     """
 
     bandwidth: int = 32
@@ -39,7 +40,8 @@ class BandAttention(Mechanism):
     def attend(self, inputs):
         config = self.config
         extra = global_part(inputs, config.global_tokens, config.bandwidth)
-        return attend_in_blocks(inputs, _normalise_near, bandwidth=config.bandwidth, extra=extra)[0]
+        out, _ = attend_in_blocks(inputs, _normalise_near, bandwidth=config.bandwidth, extra=extra)
+        return with_global_rows(out, inputs, config.global_tokens)
 
     def new_state(self, batch, value_dim, dtype, device):
         return Window.new(self, self.config.bandwidth, self.config.global_tokens, batch, value_dim, dtype, device)

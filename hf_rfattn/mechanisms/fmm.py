@@ -27,7 +27,7 @@ from ..ops import (
     normalised_weights,
     summarise,
 )
-from ..ops.banded_attention import global_keys
+from ..ops.banded_attention import global_keys, with_global_rows
 from ..ops.naive import masked_softmax, repeat_heads
 from .base import LinearMechanism, Mechanism
 from .config import MechanismConfig, check_at_least
@@ -100,7 +100,9 @@ class FmmAttention(Mechanism):
             extra=global_part(inputs, config.global_tokens, config.bandwidth),
             held=self.held(),
         )
-        return out if joint else self._add_far(out, (far.attend(inputs) for far in self._far()))
+        if not joint:
+            out = self._add_far(out, (far.attend(inputs) for far in self._far()))
+        return with_global_rows(out, inputs, config.global_tokens)
 
     def _add_far(self, out: Tensor, terms: Iterable[Tensor]) -> Tensor:
         """Separate terms, each with a denominator of its own."""
@@ -163,12 +165,15 @@ class FmmAttention(Mechanism):
         near = near_pairs(*lengths, config.bandwidth, config.global_tokens, key_mask, causal, segments, x.device)
         scores = x @ repeat_heads(y, x.shape[1]).transpose(-1, -2)
         weight = self.log_weights.to(x.dtype).exp()[:, :, None, None]  # [H, terms, 1, 1]
+        allowed = allowed_pairs(*lengths, key_mask, causal, segments, device=x.device)
         if config.normalizer == "separate":
             out = weight[:, 0] * masked_softmax(scores, near)
             for term, far in enumerate(self._far(), start=1):
                 out = out + weight[:, term] * far.dense_weights(x, y, key_mask, causal, segments)
-            return out
-        allowed = allowed_pairs(*lengths, key_mask, causal, segments, device=x.device)
+            if not config.global_tokens or causal:
+                return out
+            chosen = global_keys(lengths[1], config.global_tokens, key_mask, causal, segments, x.device)
+            return torch.where(chosen[:, None, :, None], masked_softmax(scores, allowed), out)
         joint = weight[:, 0] * scores.exp().masked_fill(~near, 0)
         for term, far in enumerate(self._far(), start=1):
             q, k = far.feature_map(x, "query"), far.feature_map(y, "key")

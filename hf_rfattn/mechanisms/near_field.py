@@ -1,4 +1,4 @@
-"""The near field that "band" and "fmm" share: exact scores within a band and to a few global tokens."""
+"""The near field that "band" and "fmm" share: exact scores within a band, and to and from a few global tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -31,8 +31,9 @@ def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, s
     """The same keys as a dense mask: which pairs are scored exactly."""
     near = allowed_pairs(q_length, k_length, key_mask, causal, segments, bandwidth, device)
     if global_tokens:
-        chosen = global_keys(k_length, global_tokens, key_mask, causal, segments, device)[:, None, None, :]
-        near = near | (chosen & allowed_pairs(q_length, k_length, key_mask, causal, segments, None, device))
+        chosen = global_keys(k_length, global_tokens, key_mask, causal, segments, device)[:, None]
+        keys, queries = chosen[:, :, None], chosen[..., None] & (not causal)
+        near = near | ((keys | queries) & allowed_pairs(q_length, k_length, key_mask, causal, segments, None, device))
     return near
 
 
@@ -175,5 +176,6 @@ class Window:
 def near_multiply_adds(length: int, head_dim: int, bandwidth: int, global_tokens: int, causal: bool) -> int:
     """Multiply-adds of a near field for one query head."""
     sides = 1 if causal else 2
-    keys = min(length, sides * bandwidth + 1) + sides * global_tokens
-    return 2 * length * keys * head_dim
+    keys = min(length, sides * bandwidth + 1) + sides * global_tokens  # of each query
+    rows = 0 if causal else min(length, sides * global_tokens)  # that see all keys
+    return 2 * length * (keys + rows) * head_dim

@@ -1,13 +1,13 @@
-"""Exact softmax scores where they are few: within a band around the diagonal, and to a few global keys.
+"""Exact softmax scores where they are few: within a band around the diagonal, and to and from a few global tokens.
 
-Both are linear in L: a band never becomes a dense masked matrix, and the scores held are those of neighbouring tiles.
+All are linear in L: a band never becomes a dense masked matrix, and the scores held are those of neighbouring tiles.
 """
 
 import torch
 from torch import Tensor
 
 from .inputs import Inputs
-from .partial import Partial, exp_less
+from .partial import Partial, exp_less, normalise
 from .scratch import product
 from .tiles import neighbourhood
 
@@ -89,6 +89,34 @@ def global_attention(inputs: Inputs, count: int, bandwidth: int) -> Partial:
     weights = exp_less(scores, scale)
     parts = (weights.unsqueeze(-1) * v).sum(-2), weights.sum(-1, keepdim=True), scale
     return Partial(*(z.reshape(B, H, L, -1) for z in parts))
+
+
+def with_global_rows(out: Tensor, inputs: Inputs, count: int) -> Tensor:
+    """The same output, with softmax over all keys of their sequence in the rows of global tokens. Causal ones, at the
+    start of a sequence, see hardly any others.
+    """
+    if not count or inputs.causal:
+        return out
+    B, H, L, D = out.shape
+    segments = inputs.segments
+    chosen = global_keys(L, count, inputs.key_mask, False, segments, out.device).expand(B, L)
+    # of packed sequences there may be any number, which only the device knows
+    slots = min(2 * count if segments is None else int(chosen.sum(1).max()), L)
+    index = _global_index(chosen, slots, None)[:, 0]  # [B, N]
+    there = index >= 0
+    index = index.clamp(min=0)
+    allowed = torch.ones(1, 1, L, dtype=torch.bool, device=out.device)
+    if inputs.key_mask is not None:
+        allowed = allowed & inputs.key_mask[:, None]
+    if segments is not None:
+        segments = segments.expand(B, L)
+        allowed = allowed & (segments.gather(1, index)[:, :, None] == segments[:, None])
+    at = index[:, None, :, None]
+    q = inputs.q.gather(2, at.expand(-1, H, -1, inputs.q.shape[-1]))
+    v = inputs.v.to(inputs.dtype)
+    rows = normalise(exact_attention(inputs.scaled(q), inputs.scaled(inputs.k), v, allowed)).to(out.dtype)
+    rows = rows.masked_fill(~there[:, None, :, None], 0)
+    return out.masked_fill(chosen[:, None, :, None], 0).scatter_add(2, at.expand(-1, H, -1, D), rows)
 
 
 def _global_index(chosen: Tensor, slots: int, segments: Tensor | None) -> Tensor:
