@@ -9,6 +9,7 @@ attention:              the rows of the tables, softmax among them
 tasks:                  the parts of the report
   - label: sst2         recipe: glue, snli, squad or lm; training: its options; rows: labels, if not all of them
     before: {...}       recipe and training of a run that comes first; its folder is `${before}` in this task
+    options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
     accuracy: false     if its runs are too short to say anything but how fast they are
 seeds: [0, 1]           these four also in a task, for that one alone
 processes: [1, 2]
@@ -67,6 +68,7 @@ class Part:
     training: Mapping[str, Any] = field(default_factory=dict)
     before: Before | None = None
     rows: list[str] | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     accuracy: bool = True
     seeds: list[int] | None = None
     processes: list[int] | None = None

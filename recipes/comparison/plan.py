@@ -1,5 +1,6 @@
 """The runs that a comparison asks for, every one of them checked before the first starts."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -76,7 +77,6 @@ def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
     """The runs of a file, in order. What is wrong with any of them is a ValueError."""
     file = read_configuration(path, given, {"output": str(output), "recipes": str(FOLDER)})
     try:
-        _check_rows(file.attention)
         runs = [run for i, part in enumerate(file.tasks) for run in _runs_of(i, part, file, output)]
         names = [run.name for run in runs]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -114,9 +114,15 @@ def _check_rows(rows: list[Row]) -> None:
 def _runs_of(number: int, part: Part, file: Configuration, output: Path) -> Iterator[Run]:
     """Its preparation, then all rows of a seed before the next seed: tables fill evenly."""
     labels = [row.label for row in file.attention]
-    for label in part.rows or ():
+    for label in [*(part.rows or ()), *part.options]:
         if label not in labels:
             raise ValueError(f"{part.label} wants the row {label!r}; there are {', '.join(labels)}.")
+        if not isinstance(part.options.get(label, {}), Mapping):
+            raise ValueError(f"{part.label}: options of {label!r} must be names with values.")
+    rows = [
+        dataclasses.replace(row, options={**row.options, **part.options.get(row.label, {})}) for row in file.attention
+    ]
+    _check_rows(rows)
     threads = part.threads or file.threads
     needs, folder = None, {}
     if part.before:
@@ -126,7 +132,7 @@ def _runs_of(number: int, part: Part, file: Configuration, output: Path) -> Iter
     fields = expand({**file.training, **part.training}, folder, part.label)
     lengths: list[int | None] = [*(part.lengths or file.lengths or [None])]
     several = part.processes or file.processes
-    for seed, length, processes, row in product(part.seeds or file.seeds, lengths, several, file.attention):
+    for seed, length, processes, row in product(part.seeds or file.seeds, lengths, several, rows):
         if part.rows and row.label not in part.rows:
             continue
         if theirs := OURS.intersection([*fields, *row.training]):
@@ -138,7 +144,7 @@ def _runs_of(number: int, part: Part, file: Configuration, output: Path) -> Iter
             + [f"seed_{seed}"]
         )
         whole = {**fields, **row.fields, "seed": seed, **({} if length is None else {"max_length": length})}
-        order = [number, file.attention.index(row)]
+        order = [number, rows.index(row)]
         place = {"part": part.label, "row": row.label, "order": order, "accuracy": part.accuracy}
         yield _run(name, part.recipe, whole, output, processes, threads, place, needs)
 
