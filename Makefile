@@ -1,6 +1,7 @@
 # make test     the suite, in .venv (made on first use)
 # make demo     a real pretrained BERT fine-tuned with each mechanism on a small task: table, plots, models and cards in demo_out
-# make compare  the same on real tasks (recipes/compare/accuracy.yaml), into compare_out: DATA and MODELS are folders
+# make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
+#               for other files of recipes/compare than accuracy.yaml
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
@@ -19,6 +20,7 @@ PEERS ?= .venv-peers
 TORCH ?= -c constraints.txt torch
 WORKERS ?= 2
 ARGS ?=
+CONFIG ?= accuracy
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -36,7 +38,7 @@ demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/python recipes/demo.py $(ARGS)
 
 compare: $(VENV)/.recipes
-	HF_HUB_OFFLINE=1 $(BIN)/python recipes/compare.py recipes/compare/accuracy.yaml --set data=$(DATA) --set models=$(MODELS) --output compare_out $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python recipes/compare.py recipes/compare/$(CONFIG).yaml --set data=$(DATA) $(MODELS:%=--set models=%) --output compare_out/$(CONFIG) $(ARGS)
 
 bench: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench ops $(ARGS)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
 from comparison.plots import pareto
-from comparison.report import budget_of, overview_table, speed_of, title_of
+from comparison.report import budget_of, overview_table, speed_of, stages, title_of
 from comparison.summary import KIND as COMPARISON
 from comparison.summary import summarise
 
@@ -29,7 +29,12 @@ from hf_rfattn.hub.documents import TaskResult, parse_result
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of those measured; the files hold all
 
-ACCURACY = "accuracy"  # the folder of the comparison's results
+# the folders of comparisons' results, and the commands that make them
+COMPARISONS = {
+    "accuracy": "make compare DATA=... MODELS=...",
+    "transfer": "make compare CONFIG=transfer DATA=... MODELS=...",
+    "language": "make compare CONFIG=language DATA=...",
+}
 
 Results = dict[str, dict[str, Any]]
 
@@ -49,8 +54,9 @@ def main(
 
 
 def read_documents(folder: Path) -> Results:
-    """By file name; those of the comparison lie in a folder of their own."""
-    paths = [*sorted(folder.glob("*.json")), *sorted((folder / ACCURACY).glob("*.json"))]
+    """By file name; those of comparisons lie in folders of their own."""
+    folders = [folder, *(folder / name for name in COMPARISONS)]
+    paths = [path for each in folders for path in sorted(each.glob("*.json"))]
     return {str(path.relative_to(folder)): json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
@@ -76,9 +82,10 @@ def draw_missing_plots(documents: Results, folder: Path) -> None:
         path = (folder / name).with_suffix(".png")
         if document["kind"] in draw and not path.exists():
             draw[document["kind"]](document).savefig(path, dpi=150)
-    for block in _comparison(documents):
-        if isinstance(block, Image) and not (folder / ACCURACY / block.name).exists():
-            block.figure.savefig(folder / ACCURACY / block.name, dpi=150)
+    for name in COMPARISONS:
+        for block in _comparison(name, documents):
+            if isinstance(block, Image) and not (folder / name / block.name).exists():
+                block.figure.savefig(folder / name / block.name, dpi=150)
 
 
 def of_kind(documents: Results, kind: str) -> list[tuple[str, dict[str, Any]]]:
@@ -282,33 +289,42 @@ def _decode(name: str, document: dict[str, Any]) -> Iterator[str]:
 
 
 def accuracy(documents: Results) -> str:
-    """All tasks at a glance, accuracy against speed, speed by processes and length."""
-    blocks = list(_comparison(documents))
-    return as_markdown(
-        blocks or [Paragraph("Nothing has been compared yet.")], lambda name: _address(f"{ACCURACY}/{name}")
-    )
+    """Of each comparison: all tasks at a glance, what each step buys, accuracy against speed, speed alone."""
+    found = [
+        as_markdown(blocks, lambda image, name=name: _address(f"{name}/{image}"))
+        for name in COMPARISONS
+        if (blocks := list(_comparison(name, documents)))
+    ]
+    return "\n".join(found) or "Nothing has been compared yet."
 
 
-def _comparison(documents: Results) -> Iterator[Block]:
-    parsed = [parse_result(document, name) for name, document in documents.items() if COMPARISON in document]
+def _comparison(name: str, documents: Results) -> Iterator[Block]:
+    parsed = [
+        parse_result(document, file)
+        for file, document in documents.items()
+        if COMPARISON in document and file.startswith(f"{name}/")
+    ]
     results = [result for result in parsed if isinstance(result, TaskResult)]
     if not results:
         return
     summary = summarise(results)
     tables = summary["accuracy"]
+    yield Heading(summary["title"], 3)
     yield Paragraph(
         f"Fine-tuned with each attention on {' and '.join(summary['machines'])} a process, every row with the budget "
         "of its softmax row; scores in %, mean ± standard deviation over seeds. `average` (no attention) and `band` (a "
-        f"window alone) are controls. [All of it]({_address(ACCURACY)}), made by `make compare`."
+        f"window alone) are controls. [All of it]({_address(name)}), made by `{COMPARISONS[name]}`."
     )
     yield overview_table(summary)
+    yield from stages(summary)
     yield Paragraph("\n".join(f"- {title_of(table, tables)}: {budget_of(table)}" for table in tables))
-    if figure := pareto(summary):
-        yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
     judged = {table["part"] for table in tables}
     timed = {**summary, "speed": [entry for entry in summary["speed"] if entry["part"] not in judged]}
-    if timed["speed"]:
-        yield from (block for block in speed_of(timed) if not isinstance(block, Heading))
+    if not timed["speed"]:
+        return
+    if figure := pareto(summary):
+        yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
+    yield from (block for block in speed_of(timed) if not isinstance(block, Heading))
 
 
 def _address(name: str) -> str:
