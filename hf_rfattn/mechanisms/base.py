@@ -18,6 +18,7 @@ from ..ops import (
     allowed_pairs,
     attend_in_blocks,
     attend_to_all,
+    attend_to_past,
     linear_multiply_adds,
     normalise,
     normalised_weights,
@@ -215,6 +216,8 @@ class LinearMechanism(Mechanism):
     def attend(self, inputs):
         if self.feature_map.scale_per_feature and not inputs.causal and inputs.segments is None:
             return attend_to_all(inputs, self.far_field(), self.held())
+        if self.feature_map.scale_per_feature and inputs.causal:
+            return attend_to_past(inputs, self.far_field(), held=self.held())[0]
         finish = self.normaliser(visible_keys(inputs) if not self.feature_map.positive else None)
         return attend_in_blocks(inputs, finish, far=[self.far_field()], held=self.held())[0]
 
@@ -253,6 +256,9 @@ class LinearMechanism(Mechanism):
             add_key(past, k, inputs.v.to(inputs.dtype))
             out = finish([read_state(self.feature_map.queries_of_a_quotient(x), past)], slice(0, 1)).to(inputs.q.dtype)
             return out, new | past._asdict()
+        if self.feature_map.scale_per_feature:
+            out, joined = attend_to_past(inputs, self.far_field(), None if fresh else past, self.held())
+            return out, joined._asdict()
         states = None if fresh else [past]
         out, (joined,) = attend_in_blocks(inputs, finish, far=[self.far_field()], states=states, held=self.held())
         return out, new | joined._asdict()

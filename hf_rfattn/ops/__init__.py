@@ -3,6 +3,7 @@
 from .banded_attention import exact_attention, global_attention
 from .blocks import FarField, summarise
 from .blockwise import attend_in_blocks
+from .causal import attend_to_past
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
 from .inputs import Inputs, visible_keys
 from .linear_attention import Features, State, add_key, combine, linear_multiply_adds, read_state
@@ -22,6 +23,7 @@ __all__ = [
     "allowed_pairs",
     "attend_in_blocks",
     "attend_to_all",
+    "attend_to_past",
     "combine",
     "exact_attention",
     "global_attention",

@@ -51,7 +51,10 @@ class Rows:
             self.whole = self.like.new_empty(self.shape)
         return self.whole[:, :, rows]
 
-    def put(self, part: Tensor, rows: slice) -> None:
+    def put(self, part: Tensor | None, rows: slice) -> None:
+        """None leaves them out: all of them, or no block is."""
+        if part is None:
+            return
         if not may_overwrite():
             self.parts.append(part)
         elif self.whole is None and part.shape[2] == self.shape[2]:

@@ -1,5 +1,6 @@
 """Attention in blocks of positions, near field and far fields of a block together: where there is a band, an order, or
-features with signs. Positive features of keys that all queries see need less: see `two_softmaxes`.
+features with signs. Positive features without a band need less: see `two_softmaxes`, and `causal`, which keeps to the
+tiles of this file.
 
 Training keeps the inputs and outputs of a block and computes the rest again in backward, so memory is O(B·H·(L·D +
 M·D)) whatever the number of features; and a block is small enough to stay near a CPU.
@@ -52,7 +53,7 @@ def attend_in_blocks(
     )
     # A block keeps its halo within the next one, and running states (one a block) no larger than the values.
     block = block_length(L, B * H * width, max(left * size, width if ordered else 1), size, q.device)
-    tiling = _Tiling(inputs, size, left, right, bandwidth, apart, far_mask)
+    tiling = Tiling(inputs, size, left, right, bandwidth, apart, far_mask)
     queries = q.split(block, dim=2)
     needs_keys = bandwidth is not None or (bool(far) and ordered)
     keys, values = (x.split(block, dim=2) if needs_keys else () for x in (k, v))
@@ -120,7 +121,7 @@ def _unflatten(tensors: tuple[Tensor, ...], count: int, both: bool) -> tuple[lis
 
 def _suffixes(
     inputs: Inputs,
-    tiling: "_Tiling",
+    tiling: "Tiling",
     far: Sequence[FarField],
     keys: tuple[Tensor, ...],
     values: tuple[Tensor, ...],
@@ -155,7 +156,7 @@ def _tiles(x: Tensor, start: int, stop: int) -> Tensor:
     return x if stop - start == x.shape[2] else x[:, :, start:stop]
 
 
-class _Tiling:
+class Tiling:
     """Tiles of a block of rows and of the keys around it, with their masks.
 
     Keys come with a halo of `left` and `right` tiles for the band; far fields see their own tile pair by pair (and, if
@@ -188,9 +189,9 @@ class _Tiling:
 
     def near(self, x: Tensor, y: Tensor, v: Tensor, rows: slice) -> Partial:
         """The band: queries `[B, H, rows, D]`, keys and values with their halo."""
-        allowed = self._pairs(rows, self._visible(rows, self.near_mask), self.left, self.right, within=self.bandwidth)
+        allowed = self.pairs(rows, self.visible(rows, self.near_mask), self.left, self.right, within=self.bandwidth)
         keys, values = into_tiles(y, self.size), into_tiles(v, self.size)
-        return self._from_tiles(attend_band(self._queries(x), keys, values, allowed, self.left, self.right), x)
+        return self._from_tiles(attend_band(self.queries(x), keys, values, allowed, self.left, self.right), x)
 
     def far(
         self,
@@ -206,44 +207,49 @@ class _Tiling:
         left, right = self.lag, 0 if self.causal else self.lag
         around = self.left - left, self.right - right  # tiles of the halo that are the band's alone
         y, v = self._trim(y, *around), self._trim(v, *around)
-        visible = self._visible(rows, self.far_mask)
+        visible = self.visible(rows, self.far_mask)
         visible = None if visible is None else self._trim(visible, *around)
         k = far.keys(y, self.root).map(lambda z: into_tiles(z, self.size))
         v = into_tiles(v, self.size)
         if visible is not None:
             k = k.only(into_tiles(visible, self.size))
-        q = far.queries(x, self.root).map(self._queries)
+        q = far.queries(x, self.root).map(self.queries)
         tiles = v.shape[2] - left - right
 
         beyond = []
         carry: State | tuple[()] = ()
         if before is not None:  # the tiles that the running state takes in while it passes
-            entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, 0, tiles)), rows, -left, False)
+            entering, ended, mine = self.borders(k.map(lambda z: _tiles(z, 0, tiles)), rows, -left, False)
             states, carry = running_states(entering, _tiles(v, 0, tiles), before, ended)
             beyond.append((states, mine))
         if after is not None:
             last = left + right, tiles + left + right
-            entering, ended, mine = self._borders(k.map(lambda z: _tiles(z, *last)), rows, right, True)
+            entering, ended, mine = self.borders(k.map(lambda z: _tiles(z, *last)), rows, right, True)
             beyond.append((running_states(entering, _tiles(v, *last), after, ended, backward=True)[0], mine))
-        allowed = self._pairs(rows, visible, left, right, outside=self.bandwidth if self.apart else None)
+        allowed = self.pairs(rows, visible, left, right, outside=self.bandwidth if self.apart else None)
         return self._from_tiles(attend_tiles(q, k, v, allowed, left, right, beyond), x), carry
 
     def after(self, far: FarField, y: Tensor, v: Tensor, rows: slice, state: State) -> State:
         """The state of keys after a block, from the one of those after the next."""
         right = self.lag
         y, v = (self._trim(z, 0, self.right - right) for z in (y, v))
-        visible = self._visible(rows, self.far_mask)
+        visible = self.visible(rows, self.far_mask)
         visible = None if visible is None else self._trim(visible, self.left, self.right - right)
         k = far.keys(y, self.root).map(lambda z: into_tiles(z, self.size))
         v = into_tiles(v, self.size)
         if visible is not None:
             k = k.only(into_tiles(visible, self.size))
-        entering, ended, _ = self._borders(k.map(lambda z: z[:, :, right:]), rows, right, True)
+        entering, ended, _ = self.borders(k.map(lambda z: z[:, :, right:]), rows, right, True)
         return running_states(entering, v[:, :, right:], state, ended, backward=True)[1]
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def queries(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """What queries have, in tiles, the last one filled up."""
+        return queries_into_tiles(self.filled(x, value), self.size, self.kv_heads)
+
+    def filled(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """Up to whole tiles."""
         missing = -x.shape[2] % self.size
-        return queries_into_tiles(F.pad(x, (0, 0, 0, missing)) if missing else x, self.size, self.kv_heads)
+        return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
 
     def _from_tiles(self, part: Partial, x: Tensor) -> Partial:
         return Partial(*(queries_from_tiles(z, x.shape[1], x.shape[2]) for z in part))
@@ -254,7 +260,7 @@ class _Tiling:
         start = rows.start + self.padding[0] - before * self.size
         return whole[:, None, start : start + count * self.size, None]
 
-    def _visible(self, rows: slice, whole: Tensor | None) -> Tensor | None:
+    def visible(self, rows: slice, whole: Tensor | None) -> Tensor | None:
         """Which keys of the block and its halo exist, by a mask of the padded sequence; None if all of them do."""
         if whole is None:
             start, stop = rows.start - self.left * self.size, -(-rows.stop // self.size) * self.size
@@ -267,7 +273,7 @@ class _Tiling:
         """Without so many tiles of the halo."""
         return _tiles(x, before * self.size, x.shape[2] - after * self.size)
 
-    def _pairs(self, rows: slice, visible: Tensor | None, left: int, right: int, **band: int | None) -> Tensor:
+    def pairs(self, rows: slice, visible: Tensor | None, left: int, right: int, **band: int | None) -> Tensor:
         segments = None if self.segments is None else self._window(self.segments, rows, left, right)
         return pairs(
             self.size,
@@ -280,7 +286,7 @@ class _Tiling:
             **band,
         )
 
-    def _borders(
+    def borders(
         self, k: Features, rows: slice, shift: int, backward: bool
     ) -> tuple[Features, Tensor | None, Tensor | None]:
         """Where segments end: keys that leave their tile (others hidden), tiles that begin with an empty state, and

@@ -141,45 +141,53 @@ def running_states(
 
     `carry` is what came before the first. `ended` `[B, 1, T, 1, 1]` is True for tiles that begin with an empty state.
     """
-    step = -1 if backward else 1
-    tiles = range(v.shape[2])[::step]
-    scale = k.largest(-2)
-    largest = carry.log_scale.detach()
-    before, after = [], []  # the largest log-features: small tensors
-    for t in tiles:
-        before.append(largest)
-        kept = largest if ended is None else largest.masked_fill(ended[:, :, t], -torch.inf)
-        largest = torch.maximum(kept, scale[:, :, t])
-        after.append(largest)
-    scales, joined = (torch.stack(x[::step], dim=2) for x in (before, after))
+    scales, joined, decay = running_scales(k, carry.log_scale, ended, backward)
     phi = k.divided(joined)
     outer, total = product(phi.transpose(-1, -2), v), phi.sum(-2).unsqueeze(-1)
-    decay = exp_less(scales, joined).transpose(-1, -2)
-    if ended is not None:
-        decay = decay.masked_fill(ended, 0)
-    outers, last_outer = _decayed_sums(outer, decay, carry.outer, backward)
-    totals, last_total = _decayed_sums(total, decay, carry.total, backward)
-    return State(scales, outers, totals), State(largest, last_outer, last_total)
+    decay = decay.transpose(-1, -2)
+    outers, last_outer = decayed_sums(outer, decay, carry.outer, backward)
+    totals, last_total = decayed_sums(total, decay, carry.total, backward)
+    last = joined[:, :, 0 if backward else -1].clone()
+    return State(scales, outers, totals), State(last, last_outer, last_total)
 
 
-def _decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
-    """s ← terms_t + decay_t · s along dimension 2: the sum before each step, and the one after all of them."""
-    count = terms.shape[2]
+def running_scales(
+    k: Features, carry: Tensor, ended: Tensor | None = None, backward: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale of the state before each tile of keys and of the one after it, and by how much the first shrinks to
+    become part of the second: `[B, Hkv, T, 1, M]`.
+    """
     step = -1 if backward else 1
+    scale = k.largest(-2).unbind(2)
+    largest = carry.detach()
+    before, after = [], []  # small tensors
+    for t in range(len(scale))[::step]:
+        before.append(largest)
+        kept = largest if ended is None else largest.masked_fill(ended[:, :, t], -torch.inf)
+        largest = torch.maximum(kept, scale[t])
+        after.append(largest)
+    scales, joined = (torch.stack(x[::step], dim=2) for x in (before, after))
+    decay = exp_less(scales, joined)
+    return scales, joined, decay if ended is None else decay.masked_fill(ended, 0)
+
+
+def decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool) -> tuple[Tensor, Tensor]:
+    """s ← terms_t + decay_t · s along dimension 2: the sum before each step, and the one after all of them."""
+    step = -1 if backward else 1
+    steps = list(zip(terms.unbind(2), decay.unbind(2), strict=True))[::step]
     if not may_overwrite():
         sums = [start]
-        for t in range(count)[::step]:
-            sums.append(torch.addcmul(terms[:, :, t], decay[:, :, t], sums[-1]))
+        for term, factor in steps:
+            sums.append(torch.addcmul(term, factor, sums[-1]))
         last = sums.pop()
         return torch.stack(sums[::step], dim=2), last
     before = fresh(terms.shape, terms)
     before = torch.empty_like(terms) if before is None else before
     last = torch.empty_like(start)
-    order = range(count)[::step]
-    before[:, :, order[0]] = start
-    for t, following in zip(order, [*order[1:], None], strict=True):
-        place = last if following is None else before[:, :, following]
-        torch.addcmul(terms[:, :, t], decay[:, :, t], before[:, :, t], out=place)
+    places = [*before.unbind(2)[::step], last]
+    places[0].copy_(start)
+    for (term, factor), sum_before, sum_after in zip(steps, places[:-1], places[1:], strict=True):
+        torch.addcmul(term, factor, sum_before, out=sum_after)
     return before, last
 
 
@@ -200,14 +208,14 @@ def attend_tiles(
     shape = (*v.shape[:2], q.log.shape[2], allowed.shape[3], allowed.shape[4])
     pair_scale = neighbourhood(k_scale, left, right).transpose(-1, -2)  # c_j
     pair_scale = torch.add(pair_scale, allowed.to(v.dtype).log(), out=fresh(shape, v))
-    scale = _repeat(pair_scale.amax(-1, keepdim=True), groups) + q_scale
+    scale = repeat_rows(pair_scale.amax(-1, keepdim=True), groups) + q_scale
     reads = []
     for state, mine in beyond:
         read = q.raised(state.log_scale)
-        reads.append(read if mine is None else read.only(_repeat(mine, groups)))
+        reads.append(read if mine is None else read.only(repeat_rows(mine, groups)))
         scale = torch.maximum(scale, reads[-1].largest(-1))
 
-    offsets = exp_less(_repeat(pair_scale, groups), scale - q_scale, reuse=True)
+    offsets = exp_less(repeat_rows(pair_scale, groups), scale - q_scale, reuse=True)
     phi, psi = q.divided(q_scale, reuse=True), neighbourhood(k.divided(k_scale, reuse=True), left, right)
     weights = product(phi, psi.transpose(-1, -2)).mul_(offsets)
     numerator, denominator = product(weights, neighbourhood(v, left, right)), weights.sum(-1, keepdim=True)
@@ -218,6 +226,6 @@ def attend_tiles(
     return Partial(numerator, denominator, scale)
 
 
-def _repeat(x: Tensor, groups: int) -> Tensor:
+def repeat_rows(x: Tensor, groups: int) -> Tensor:
     """Rows of a tile once for each query head that shares its keys."""
     return x if groups == 1 else x.repeat(1, 1, 1, groups, 1)

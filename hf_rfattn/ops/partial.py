@@ -72,14 +72,22 @@ def merge(*partials: Partial) -> Partial:
     return Partial(numerator, denominator, scale)
 
 
-def normalise(partial: Partial, floor: Tensor | None = None) -> Tensor:
-    """Numerator over denominator; zeros where no key is visible, which makes both zero.
+def normalise(partial: Partial, floor: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Numerator over denominator; zeros where no key is visible, which makes both zero, or where it underflowed.
 
-    `floor` guards signed features, whose denominator can vanish: its magnitude is kept at or above the floor.
+    `floor` guards signed features, whose denominator can vanish: its magnitude is kept at or above the floor. `out`:
+    where to write it, where autograd does not look.
     """
     denominator = partial.denominator
     if floor is not None:
         sign = torch.where(denominator < 0, -1.0, 1.0).to(denominator.dtype)
         denominator = sign * torch.maximum(denominator.abs(), floor)
-    inverse = denominator.masked_fill(denominator == 0, torch.inf).reciprocal()
-    return torch.mul(partial.numerator, inverse, out=fresh(partial.numerator.shape, inverse))
+    # not by the reciprocal: its gradient, a square, overflows long before the quotient does
+    denominator = denominator.masked_fill(underflowed(denominator), torch.inf)
+    out = fresh(partial.numerator.shape, denominator) if out is None else out
+    return torch.div(partial.numerator, denominator, out=out)
+
+
+def underflowed(denominator: Tensor) -> Tensor:
+    """Where it is zero, or has lost its digits and cannot be divided by."""
+    return denominator.abs() < torch.finfo(denominator.dtype).tiny

@@ -29,15 +29,16 @@ _memory = _Memory()
 
 @contextmanager
 def scratch(like: Tensor) -> Iterator[None]:
-    """While open, `fresh` gives memory of this thread, all of which is free again afterwards."""
-    if torch.compiler.is_compiling() or like.device.type != "cpu" or _memory.used is not None:
+    """While open, `fresh` gives memory of this thread, which is free again afterwards. One may open inside another."""
+    if torch.compiler.is_compiling() or like.device.type != "cpu":
         yield
         return
-    _memory.used = 0
+    before = _memory.used
+    _memory.used = before or 0
     try:
         yield
     finally:
-        _memory.used = None
+        _memory.used = before
 
 
 def may_overwrite() -> bool:

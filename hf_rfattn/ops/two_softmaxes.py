@@ -9,7 +9,7 @@ so that no denominator is left, and nothing can overflow. Backward computes both
 from log z and μ alone. Of bfloat16 inputs, values are multiplied in bfloat16; all else, and all gradients, are float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .blocks import FarField, Rows, block_length, key_blocks, keys_shown, product_dtype, slices, summarise
+from .gradients import FeatureGradients
 from .inputs import Inputs
-from .linear_attention import Features
 from .partial import exp_less, finite
 from .recompute import recompute
 from .scratch import fresh, may_overwrite, product, scratch
@@ -84,49 +84,27 @@ class _AttendToAll(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, log_mass, mean, *held = ctx.saved_tensors
         inputs, far, kv_heads = Inputs(q, k, v, *ctx.known), ctx.far, k.shape[1]
-        needed = ctx.needs_input_grad[5:]
-        learned = [t for t, n in zip(held, needed, strict=True) if n]
-        found: list[list[Tensor]] = [[] for _ in learned]  # the sum so far, or none
+        maps = FeatureGradients(held, ctx.needs_input_grad[5:])
         dq, dk, dv = (Rows(x.shape[:3], x.shape[3], x) for x in (q, k, v))
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(log_mass)
-
-        def features(x: Tensor, logs_of: Callable[[Tensor], Features]) -> tuple[Tensor, Callable[[Tensor, Rows], None]]:
-            """Log-features, and what takes their gradient on to x, and to what is learned."""
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                logs = logs_of(x).log
-
-            def back(gradient: Tensor, dx: Rows) -> None:
-                if not logs.requires_grad:
-                    return
-                gradients = torch.autograd.grad(logs, [x, *learned], gradient.view_as(logs), allow_unused=True)
-                if gradients[0] is not None:
-                    dx.put(gradients[0], rows)
-                for sums, new in zip(found, gradients[1:], strict=True):
-                    if new is not None:
-                        sums[:] = [sums[0] + new if sums else new]
-
-            return logs.detach(), back
 
         with torch.autocast(q.device.type, enabled=False):
             for rows in _query_blocks(inputs, far):
                 with scratch(q):
-                    logs, back = features(q[:, :, rows], lambda x: far.queries(x.to(inputs.dtype), inputs.root))
+                    logs, back = maps.features(q[:, :, rows], lambda x: far.queries(x.to(inputs.dtype), inputs.root))
                     weights = _weights(logs, log_mass)  # in place of the log-features
                     g, o = (_grouped(z[:, :, rows].to(inputs.dtype), kv_heads) for z in (gradient, out))
                     shift = torch.mul(g, o, out=fresh(g.shape, g)).sum(-1, keepdim=True)
                     d_logs = product(g, mean.transpose(-1, -2)).sub_(shift).mul_(weights)
                     d_mean += product(weights.transpose(-1, -2), g)
                     d_mass += d_logs.sum(-2, keepdim=True)
-                    back(d_logs, dq)
+                    dq.put(back(d_logs), rows)
             shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
             for rows in key_blocks(inputs, far):
                 with scratch(k):
-                    logs, back = features(k[:, :, rows], partial(keys_shown, inputs, far, rows))
+                    logs, back = maps.features(k[:, :, rows], partial(keys_shown, inputs, far, rows))
                     weights = exp_less(logs, log_mass)
                     d_logs = product(inputs.value(v[:, :, rows]), d_mean.transpose(-1, -2)).sub_(shift).mul_(weights)
                     dv.put(product(weights, d_mean, out=dv.place(rows, d_mean.dtype)), rows)
-                    back(d_logs, dk)
-        sums = iter(found)
-        d_held = [next(iter(next(sums)), None) if n else None for n in needed]
-        return None, None, *(None if d.empty else d.joined() for d in (dq, dk, dv)), *d_held
+                    dk.put(back(d_logs), rows)
+        return None, None, *(None if d.empty else d.joined() for d in (dq, dk, dv)), *maps.of_held()
