@@ -225,7 +225,10 @@ class PositiveFeatures(RandomFeatures):
         if self.antithetic:
             shift = torch.zeros_like(x[..., :1]) if shift is None else shift
             return Features(torch.cat([shift + log, shift - log], dim=-1))
-        return Features(log if shift is None else log.add_(shift))
+        if shift is None:
+            return Features(log)
+        # in place of a view, autograd would copy it there and back
+        return Features(log + shift if log.requires_grad else log.add_(shift))
 
     @torch.no_grad()
     def calibrate(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> None:
