@@ -123,6 +123,10 @@ def _link(name: str) -> str:
     return f"[{name}](recipes/results/{name})"
 
 
+def _made_by(document: dict[str, Any]) -> str:
+    return f"`{document.get('command') or 'hf-rfattn ' + document['kind']}`"
+
+
 def _image(name: str, what: str) -> str:
     return f"![{what}](recipes/results/{Path(name).with_suffix('.png')})"
 
@@ -150,7 +154,7 @@ def _ops(name: str, document: dict[str, Any]) -> Iterator[str]:
     heads = f"{shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
     yield (
         f"**One attention layer**, {heads}, on {_machine(document)}: speed over `scaled_dot_product_attention`, by "
-        f"length ({_link(name)} has all lengths, types, times and spreads; `hf-rfattn bench ops` measures yours)."
+        f"length ({_link(name)} has all lengths, types, times and spreads; {_made_by(document)})."
     )
     rows = []
     for dtype, (causal, training) in product(document["dtypes"][:1], _passes(document)):
@@ -199,7 +203,7 @@ def _peers(name: str, document: dict[str, Any], shown: bool) -> Iterator[str]:
     """`shown`: whether its plot stands above already."""
     yield (
         f"**Other libraries**, float32, as many features as ours, in one run on {_machine(document)}: speed of "
-        f"`favor+` over theirs ({_link(name)}; `make peers`, then `make bench-peers`)."
+        f"`favor+` over theirs ({_link(name)}; {_made_by(document)} in the environment of `make peers`)."
     )
     rows = []
     lengths = _shown(document["lengths"])
@@ -251,7 +255,7 @@ def _model(name: str, document: dict[str, Any]) -> Iterator[str]:
     yield (
         f"**A whole model**: {model['name']} ({model['layers']} layers of {model['heads']} heads), {model['dtype']}, "
         f"on {_machine(document)}: speed over softmax, and the memory of a step ({_link(name)}; "
-        "`hf-rfattn bench model`)."
+        f"{_made_by(document)})."
     )
     rows = []
     for training, attention in product(document["training"], [SOFTMAX, *document["attention"]]):
@@ -276,7 +280,7 @@ def _decode(name: str, document: dict[str, Any]) -> Iterator[str]:
     batch = document["batches"][0]
     yield (
         f"**Generating a token**: {model['name']}, batch {batch}, {model['dtype']}, on {_machine(document)}: "
-        f"milliseconds by tokens in the cache ({_link(name)}; `hf-rfattn bench decode`)."
+        f"milliseconds by tokens in the cache ({_link(name)}; {_made_by(document)})."
     )
     rows = []
     for attention in [SOFTMAX, *document["attention"]]:

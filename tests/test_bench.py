@@ -174,6 +174,8 @@ def test_decode_writes_a_result(result):
     assert result["model"]["type"] == "gpt2" and result["model"]["layers"] == 2 and result["model"]["head_dim"] == 8
     assert result["hardware"]["threads"] == 1 and result["tokens_per_repetition"] == 2
     assert result["contexts"] == [32, 64] and result["batches"] == [1, 2]
+    assert result["command"].startswith("hf-rfattn bench decode --contexts 64,32 ")
+    assert str(result["output"]) not in result["command"]
     assert result["attention"] == {name: resolve_config(name).to_dict() for name in mechanism_names()}
     cells = {(c["attention"], c["batch"], c["context"]) for c in result["cells"]}
     names = ["softmax", *mechanism_names()]

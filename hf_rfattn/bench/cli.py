@@ -1,5 +1,6 @@
 """`hf-rfattn bench …`: one command a benchmark. What they need is imported when they run."""
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,19 @@ Patience = Annotated[
 ]
 
 
+def _command(context: typer.Context) -> str:
+    """What was typed, without the folder of the output: it makes a result again."""
+    words = ["hf-rfattn", "bench", str(context.info_name)]
+    for option in context.command.params:
+        name, value = str(option.name), context.params.get(str(option.name))
+        source = context.get_parameter_source(name)
+        if name == "output" or source is None or source.name != "COMMANDLINE":
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+    return shlex.join(words)
+
+
 @app.callback()
 def benchmarks() -> None:
     """Measure speed and memory on this machine."""
@@ -45,6 +59,7 @@ def benchmarks() -> None:
 
 @app.command()
 def decode(
+    context: typer.Context,
     contexts: Annotated[str, typer.Option(help="Tokens in the cache before those that are timed.")] = CONTEXTS,
     batches: Annotated[str, typer.Option(help="Sequences generated at once.")] = BATCHES,
     attention: Annotated[
@@ -94,7 +109,7 @@ def decode(
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("loading", total=settings.runs)
             result = measure_decode(settings, lambda doing: progress.update(task, advance=1, description=doing))
-        write_result(result, output / "decode.json")
+        write_result({**result, "command": _command(context)}, output / "decode.json")
         plot(result).savefig(output / "decode.png", dpi=150)
     for table in tables(result):
         console.print(table)
@@ -107,6 +122,7 @@ def decode(
 
 @app.command()
 def ops(
+    context: typer.Context,
     lengths: Annotated[str, typer.Option(help="Tokens.")] = LENGTHS,
     features: Annotated[str, typer.Option(help="Random features M, for mechanisms that let one choose.")] = FEATURES,
     attention: Annotated[
@@ -165,7 +181,7 @@ def ops(
             result = measure_ops(settings, progress)
         name = "ops_peers" if peers else "ops"
         files = [output / f"{name}.json"]
-        write_result(result, files[0])
+        write_result({**result, "command": _command(context)}, files[0])
         for dtype in settings.dtypes:
             files.append(output / (f"{name}.png" if dtype == settings.dtypes[0] else f"{name}_{dtype}.png"))
             plot(result, dtype).savefig(files[-1], dpi=150)
@@ -176,6 +192,7 @@ def ops(
 
 @app.command()
 def model(
+    context: typer.Context,
     lengths: Annotated[str, typer.Option(help="Tokens of each input.")] = MODEL_LENGTHS,
     attention: Annotated[
         list[str] | None,
@@ -245,7 +262,7 @@ def model(
                 result = measure_model(settings, progress)
             kind = result["model"]["type"]
             files = [output / f"model_{kind}.json", output / f"model_{kind}.png"]
-            write_result(result, files[0])
+            write_result({**result, "command": _command(context)}, files[0])
             plot(result).savefig(files[1], dpi=150)
             for name, document in speed_documents(result).items():
                 files.append(output / f"speed_{kind}_{name.replace(' ', '_')}.json")
