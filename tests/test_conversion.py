@@ -10,6 +10,7 @@ from torch import distributed
 
 from hf_rfattn import attention_error, convert, patch_model
 from hf_rfattn.integration.error import mechanism_sites
+from hf_rfattn.mechanisms import Mechanism
 from hf_rfattn.ops import softmax_attention
 
 every_model = pytest.mark.parametrize("family", list(MODELS))
@@ -212,6 +213,10 @@ def test_texts():
     assert same(learnt(models[0]), learnt(models[1])) and not same(learnt(models[0]), learnt(models[2]))
 
 
+def mechanisms_of(model):
+    return [module for module in model.modules() if isinstance(module, Mechanism)]
+
+
 def test_mistakes_are_told():
     model, batches = tiny_bert(), make_batches(3)
     for arguments, message in [
@@ -226,6 +231,7 @@ def test_mistakes_are_told():
     ]:
         with pytest.raises(ValueError, match=message):
             convert(model, *arguments, steps=5, divergence=1.0 if arguments[0] == "rff" else 0.0, progress=False)
+        assert not mechanisms_of(model)  # softmax, as it was
     for options, message in [
         ({"steps": 0}, "steps must be a positive"),
         ({"patience": 0}, "patience must be a positive"),

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..features import PositiveFeatures
-from ..integration import attention_error, calibrate, patch_model
+from ..integration import attention_error, calibrate, patch_model, unpatch_model
 from ..integration.patching import Attention
 from .batches import TrainingBatches
 from .processes import process_rank
@@ -63,7 +63,7 @@ def convert(
     `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it. Where
     torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
     Parameters are trained in float32 whatever the dtype of the model. What requires gradients and what is in training
-    mode stays so.
+    mode stays so. An error leaves the model with its softmax; Ctrl-C leaves what was learnt so far.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -76,29 +76,34 @@ def convert(
     """
     _check_numbers(steps=steps, save_every=save_every, batch_size=batch_size, patience=patience)
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
+    if attention is None and patching:
+        raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
     if attention is not None:
         patch_model(model, attention, seed=seed, **patching)
-    elif patching:
-        raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
-    if measure is None:
-        measure = data.take_first()
-    if attention is not None and any(isinstance(m, PositiveFeatures) and m.optimal for m in model.modules()):
-        calibrate(model, measure)
-    before = attention_error(model, measure)
-    transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
-    with transfer.layers_in_float32(), _progress_bar(progress, steps) as tell:
+    try:
+        if measure is None:
+            measure = data.take_first()
+        if attention is not None and any(isinstance(m, PositiveFeatures) and m.optimal for m in model.modules()):
+            calibrate(model, measure)
+        before = attention_error(model, measure)
+        transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
         state = None if checkpoint is None else Path(checkpoint) / STATE
-        if state is not None:
-            transfer.load(state, before)
-        source = data.from_step(transfer.step)
-        started = time.perf_counter() - transfer.seconds
-        while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
-            transfer.train(next(source))
-            transfer.seconds = time.perf_counter() - started
-            tell(transfer.step, transfer.mean_error())
-            due = transfer.step % save_every == 0 or transfer.step == steps
-            if state is not None and due and process_rank() == 0:
-                transfer.save(state, before)
+        with transfer.layers_in_float32(), _progress_bar(progress, steps) as tell:
+            if state is not None:
+                transfer.load(state, before)
+            source = data.from_step(transfer.step)
+            started = time.perf_counter() - transfer.seconds
+            while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
+                transfer.train(next(source))
+                transfer.seconds = time.perf_counter() - started
+                tell(transfer.step, transfer.mean_error())
+                due = transfer.step % save_every == 0 or transfer.step == steps
+                if state is not None and due and process_rank() == 0:
+                    transfer.save(state, before)
+    except Exception:
+        if attention is not None:
+            unpatch_model(model)
+        raise
     return Conversion(
         before=before,
         after=attention_error(model, measure),
