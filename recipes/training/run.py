@@ -62,7 +62,7 @@ def told_at_once() -> Iterator[None]:
     """What the user got wrong becomes one message (a machine), and exit code 2."""
     try:
         yield
-    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+    except (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
