@@ -6,10 +6,11 @@
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
 # make readme   the sections of README.md that are made from recipes/results
+# make docs    the guides and the API reference as a site, into site/index.html
 # make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
 # make style    ruff and mypy, as CI runs them
 # make format   let ruff repair what it can
-# make clean    remove both environments, caches and build products
+# make clean    remove all environments, caches and build products
 #
 # Another torch, for instance a CUDA build: make test TORCH='torch==2.13.0 --index-url ...'
 # Part of the suite:                        make test ARGS='tests/test_cli.py -k inspect'
@@ -17,6 +18,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
+DOCS ?= .venv-docs
 TORCH ?= -c constraints.txt torch
 WORKERS ?= 2
 ARGS ?=
@@ -26,7 +28,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat demo compare bench peers bench-peers readme style format clean
+.PHONY: test compat demo compare bench peers bench-peers readme docs style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -54,6 +56,10 @@ bench-peers: peers
 readme: $(VENV)/.base
 	$(BIN)/python recipes/make_readme.py
 
+# Not with --quiet: mkdocs then counts no warnings, and --strict lets broken links pass.
+docs: $(DOCS)/.docs
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,7 +70,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info demo_out compare_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(DOCS) site build dist *.egg-info demo_out compare_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
@@ -98,4 +104,10 @@ $(VENV)/.peers: requirements-peers.txt $(VENV)/.torch pyproject.toml
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]' 'setuptools>=77' wheel
 	PATH="$$(echo "$$PATH" | tr : '\n' | while read -r folder; do test -e "$$folder/nvcc" || echo "$$folder"; done | paste -sd :)" \
 		MAX_JOBS=$(WORKERS) $(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -r requirements-peers.txt
+	touch $@
+
+# The reference is read from the sources, so this environment needs no torch.
+$(DOCS)/.docs: requirements-docs.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install -r requirements-docs.txt
 	touch $@

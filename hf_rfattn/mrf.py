@@ -3,7 +3,7 @@
     p(x_1 … x_T) = exp(Σ_t u_t(x_t) + Σ_{t>1} e_{t-1}(x_{t-1})ᵀe_t(x_t)) / Z
 
 over |X| states a node, each with an embedding e and a score u. The forward algorithm finds log Z in O(T|X|²). With
-features, exp(xᵀy) ≈ φ(x)ᵀφ(y), the sums over states come apart (DESIGN: "linear-chain MRF"):
+features, exp(xᵀy) ≈ φ(x)ᵀφ(y), the sums over states come apart:
 
     Z ≈ lᵀ C_2 … C_{T-1} r,   l = Σ_x exp(u_1) φ,   C_t = Σ_x exp(u_t) φφᵀ,   r = Σ_x exp(u_T) φ
 
@@ -47,7 +47,9 @@ class LinearChainMRF:
 
     `embeddings`: `[X, n]` for all nodes, or `[T, X, n]`. `length`: T, or a list of lengths for a batch of chains that
     begin alike; by default that of the embeddings. `unary`: scores u, `[X]`, `[T, X]`, or `[B, T, X]` for a batch;
-    -inf forbids a state. Results have a batch dimension if lengths or scores have one.
+    -inf forbids a state.
+
+    Results have a batch dimension if lengths or scores have one.
 
     >>> chain = LinearChainMRF(torch.zeros(3, 2), length=4)
     >>> chain.log_partition().exp()  # 3⁴ sequences that all weigh 1
@@ -120,7 +122,7 @@ class LinearChainMRF:
     def log_partition(
         self, features: FeatureMap | None = None, *, method: Method = "serial", return_sign: bool = False
     ) -> Any:
-        """log Z, exactly, or with `features` by one of three methods (the top of this file says what they cost).
+        """log Z, exactly, or with `features` by one of three methods (`hf_rfattn.mrf` says what they cost).
 
         With `return_sign` a pair, the sign of Z and log |Z|; without it a Z that is not positive raises.
 

@@ -1,35 +1,74 @@
-"""Every Python block of the README runs, in order, in one session; a tiny model stands in for the one on the Hub."""
+"""Every Python block of the README and of the guides runs, a document in one session, with tiny models in place of
+those on the Hub; and the reference has every public name.
+"""
 
 import re
 from pathlib import Path
 
 import pytest
 import transformers
+from conftest import tiny_gpt2
 from test_ecosystem import tiny_tokenizer
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+import hf_rfattn
+from hf_rfattn.mechanisms import registry
+
+ROOT = Path(__file__).parent.parent
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+
+
+def tiny_classifier():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 64}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, vocab_size=50))
+
+
+ON_THE_HUB = {
+    "AutoModelForSequenceClassification": {"google-bert/bert-base-uncased": tiny_classifier},
+    "AutoModelForCausalLM": {"openai-community/gpt2": tiny_gpt2},
+    "AutoTokenizer": {"google-bert/bert-base-uncased": tiny_tokenizer, "openai-community/gpt2": tiny_tokenizer},
+}
 
 
 @pytest.fixture
-def no_hub(monkeypatch, tmp_path):
+def run(monkeypatch, tmp_path):
+    """Runs the blocks of a document and returns its session; what it writes and registers is gone afterwards."""
     monkeypatch.chdir(tmp_path)
-    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry, "_ALIASES", dict(registry._ALIASES))
+    for name, known in ON_THE_HUB.items():
+        auto = getattr(transformers, name)
 
-    def from_pretrained(name, *args, **kwargs):
-        if name != "google-bert/bert-base-uncased":
-            return load(name, *args, **kwargs)
-        sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 64}
-        return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, vocab_size=50))
+        def from_pretrained(where, *args, load=auto.from_pretrained, known=known, **kwargs):
+            return known[where]() if where in known else load(where, *args, **kwargs)
 
-    monkeypatch.setattr(transformers.AutoModelForSequenceClassification, "from_pretrained", from_pretrained)
+        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+
+    def run_blocks(document, **session):
+        blocks = re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert blocks
+        for block in blocks:
+            exec(compile(block.replace("steps=400", "steps=2"), str(document), "exec"), session)
+        return session
+
+    return run_blocks
 
 
-def test_every_python_block_runs(no_hub):
-    assert len(BLOCKS) >= 5
-    session = {"tokenizer": tiny_tokenizer(), "texts": ["the good film", "bad"] * 20}
-    for block in BLOCKS:
-        exec(compile(block.replace("steps=400", "steps=2"), str(README), "exec"), session)
+TEXTS = ["the good film", "bad"] * 20
+
+
+def test_every_python_block_of_the_readme_runs(run):
+    session = run(ROOT / "README.md", tokenizer=tiny_tokenizer(), texts=TEXTS)
     assert Path("error.png").exists() and Path("my-model/model.safetensors").exists()
     assert session["out"].sequences.shape == (1, 70)
     assert session["tokenizer"].model_max_length == 4096
+
+
+@pytest.mark.parametrize("document", [ROOT / "docs" / "index.md", *GUIDES], ids=lambda path: path.stem)
+def test_every_python_block_of_the_guides_runs(run, document):
+    """Of what a guide does not make itself there are texts alone."""
+    run(document, texts=TEXTS)
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "reference").glob("*.md"))
+    assert set(hf_rfattn.__all__) <= set(re.findall(r"(?:::: |heading: )hf_rfattn\.(\w+)\b", text))

@@ -52,16 +52,18 @@ def convert(
 
     `attention` and further keywords: as `patch_model` takes them; None takes a model that is patched already.
     `batches`: what a tokenizer returns, one mapping a step, gone through again as often as needed; or texts, with their
-    `tokenizer` (and `batch_size`, `max_length`). No labels are needed. `steps` and `learning_rate` (the highest; it
-    warms up, then falls as a cosine) are those of Adam.
+    `tokenizer` (and `batch_size`, `max_length`). No labels are needed. `steps` and `learning_rate`: of Adam; the rate
+    is the highest, it warms up, then falls as a cosine. `seed`: of random draws and of the order of texts.
 
     `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
     themselves. `divergence`: weight of the divergence between attention weights, for inputs of up to 1024 tokens, since
     it takes quadratic memory. `patience`: a layer whose loss does not fall any more within so many steps is left as it
     is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on.
 
-    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it. Where
-    torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
+    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it.
+    `progress`: show a bar.
+
+    Where torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
     Parameters are trained in float32 whatever the dtype of the model. What requires gradients and what is in training
     mode stays so. An error leaves the model with its softmax; Ctrl-C leaves what was learnt so far.
 

@@ -95,8 +95,8 @@ def write_card(
 ) -> Path:
     """Write README.md and, if something was measured, results.png into a checkpoint's folder.
 
-    Results are read from its folder results/. `repo_id`: where it will be published. `base_model` and `license` are for
-    a checkpoint without results; results that say otherwise raise ValueError.
+    Results are read from its folder results/. `repo_id`: where it will be published. `base_model` and `license`: for a
+    checkpoint without results; results that say otherwise raise ValueError.
     """
     card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
     plot = card.folder.path / PLOT

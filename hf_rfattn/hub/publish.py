@@ -62,7 +62,9 @@ def publish(
     The folder must hold a patched checkpoint in safetensors that loads again, and a card that `hf-rfattn card` made for
     just these weights; otherwise ValueError, before anything is contacted. `private`: if the repository is new.
     `revision`: a branch, made if need be. `dry_run`: only check. `token`: by default the one of `hf auth login` or
-    HF_TOKEN. `tell` is given a line now and then. Faults on the way are a `PublishError`.
+    HF_TOKEN. `tell`: is given a line now and then.
+
+    Faults on the way are a `PublishError`.
     """
     plan = make_plan(folder, repo_id, revision)
     path = Path(folder)

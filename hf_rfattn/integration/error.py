@@ -25,14 +25,17 @@ from .discovery import find_attention
 class AttentionError:
     """Relative errors ‖ô - o‖ / ‖o‖ of attention outputs over valid positions, by layer and head.
 
+    `layers`: names of modules. `mechanisms`: of each layer. `heads`: an error for each head of each layer. `overall`:
+    all heads of a layer together. `average`: the same for plain averaging of the values.
+
     Prints as a table, plots with `plot()`, and becomes a dict with `to_dict()`.
     """
 
-    layers: list[str]  # module names
+    layers: list[str]
     mechanisms: list[str]
-    heads: list[list[float]]  # one error a head
-    overall: list[float]  # all heads of a layer together
-    average: list[float]  # the same for plain averaging of the values
+    heads: list[list[float]]
+    overall: list[float]
+    average: list[float]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and strings."""

@@ -40,8 +40,10 @@ def patch_model(
     `attention`: a name ("favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"), a config such as
     `FmmConfig(bandwidth=64)`, or a mapping from layers (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax"
     leaves a layer alone. `layers`: which layers to patch (all by default); the others keep exact softmax.
-    `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws. Further keywords
-    are options of the mechanism. Patching again replaces what was there. Any error leaves the model as it was.
+    `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws.
+
+    Further keywords are options of the mechanism. Patching again replaces what was there. Any error leaves the model as
+    it was.
 
     `attention="auto"` with `batches=` (what a tokenizer returns, one or several) and `budget=0.1` measures the error of
     many mechanisms, untrained, on them, gives each layer the cheapest within the budget, leaves softmax where there is

@@ -32,8 +32,10 @@ def extend_positions(model: M, max_length: int, method: Method = "interpolate", 
 
     `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
     positions stay what they were; "tile" repeats it, so that inputs of the old length give what they gave. Train the
-    model after either. `tokenizer`: its limit is set too. Configs are changed with the model, so that it is saved and
-    loaded as it is, patched or not. Make optimizers afterwards: the tables are new parameters.
+    model after either. `tokenizer`: its limit is set too.
+
+    Configs are changed with the model, so that it is saved and loaded as it is, patched or not. Make optimizers
+    afterwards: the tables are new parameters.
 
     Models with rotary, relative or computed positions raise ValueError, which says what to do instead. Any error
     leaves the model as it was.

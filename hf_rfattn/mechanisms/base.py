@@ -117,9 +117,10 @@ class Mechanism(nn.Module):
     ) -> Tensor:
         """Causal attention of the next tokens of sequences whose past is in `state`, which is updated in place.
 
-        However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]`
-        is of the new keys. `fresh` promises an empty state and saves reading it. Gradients reach the new tokens, not
-        the past.
+        However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]`:
+        of the new keys. `fresh`: promises an empty state and saves reading it.
+
+        Gradients reach the new tokens, not the past.
 
         >>> from hf_rfattn import build_mechanism
         >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)

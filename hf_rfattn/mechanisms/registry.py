@@ -116,6 +116,11 @@ def build_mechanism(
 ) -> Mechanism:
     """Build one mechanism, usable without transformers.
 
+    `attention`: a name, a config, or a document from `MechanismConfig.to_dict`. `num_kv_heads`: fewer than `num_heads`
+    for grouped queries. `layer_idx` and `seed`: of the random draw.
+
+    Further keywords are options of the mechanism.
+
     >>> import torch
     >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
     >>> q = k = v = torch.randn(1, 2, 5, 8)
