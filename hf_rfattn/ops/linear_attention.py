@@ -1,10 +1,10 @@
 """Linear attention, out_i = φ(x_i)ᵀ Σ_j φ(y_j) v_jᵀ / φ(x_i)ᵀ Σ_j φ(y_j): its sums, and its pairs within tiles.
 
-Features come as logarithms, so that nothing overflows. Three offsets keep every sum near one (DESIGN: "numbers that
-stay true"): each running state holds, *for each feature*, the largest log-feature it has seen, so that the feature that
-matters most to a query is never lost; inside a tile each key is scaled by its own largest log-feature c_j; and each
-query by the largest scale among the states and keys it sees. Neither padding nor the future enters any of them. No
-epsilon anywhere. Offsets are constants to autograd: they cancel.
+Features come as logarithms, so that nothing overflows. Three offsets keep every sum near one: each running state holds,
+*for each feature*, the largest log-feature it has seen, so that the feature that matters most to a query is never lost;
+inside a tile each key is scaled by its own largest log-feature c_j; and each query by the largest scale among the
+states and keys it sees. Neither padding nor the future enters any of them. No epsilon anywhere. Offsets are constants
+to autograd: they cancel.
 """
 
 from collections.abc import Callable
