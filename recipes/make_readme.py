@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
 from comparison.plots import pareto
-from comparison.report import budget_of, overview_table, speed_of, stages, title_of
+from comparison.report import DROPOUT, budget_of, overview_table, speed_of, stages, title_of
 from comparison.summary import KIND as COMPARISON
 from comparison.summary import summarise
 
@@ -317,7 +317,7 @@ def _comparison(name: str, documents: Results) -> Iterator[Block]:
     yield Paragraph(
         f"Fine-tuned with each attention on {' and '.join(summary['machines'])} a process, every row with the budget "
         "of its softmax row; scores in %, mean ± standard deviation over seeds. `average` (no attention) and `band` (a "
-        f"window alone) are controls. [All of it]({_address(name)}), made by `{COMPARISONS[name]}`."
+        f"window alone) are controls. [All of it]({_address(name)}), made by `{COMPARISONS[name]}`. {DROPOUT}"
     )
     yield overview_table(summary)
     yield from stages(summary)

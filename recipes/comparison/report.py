@@ -13,6 +13,10 @@ from .blocks import Block, Heading, Image, Paragraph, Table, as_html, as_markdow
 from .plots import crossover, pareto
 
 DASH = "–"
+DROPOUT = (
+    "Softmax has the attention dropout that its model asks for, other rows have none; over a short training that is to "
+    "their advantage."
+)
 ROLES = {NO_ATTENTION: "control: no attention", NEAR: "control: window alone", FAR: "far field of fmm alone"}
 
 
@@ -45,7 +49,7 @@ def accuracy(summary: Mapping[str, Any]) -> Iterator[Block]:
         "Every row had the budget of its softmax row: the same model, data, steps and learning rate of the weights. "
         "Mean ± standard deviation over seeds. Controls are not meant to be used: `average` is no attention at all, "
         "`band` a window alone. A row that is no better than a control has not shown that it attends. The error is "
-        "that of the attention's outputs relative to softmax's, mean over layers, before and after training."
+        "that of the attention's outputs relative to softmax's, mean over layers, before and after training. " + DROPOUT
     )
     yield overview_table(summary)
     yield from stages(summary)
