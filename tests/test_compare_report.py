@@ -192,3 +192,26 @@ def test_plots(summary):
     assert len(crossover(summary).axes) == 2  # one and two processes
     assert crossover({**summary, "crossovers": []}) is None and pareto({**summary, "accuracy": []}) is None
     assert best_of([(1, 1), (2, 2)]) == [(2, 2)]
+
+
+def test_what_each_step_buys():
+    """Before training beside softmax before its own; of a loss there is no share, but how many times softmax's."""
+
+    def run(row, before, taught, value, metric="accuracy"):
+        seen = [("before training", before), *([("after transfer", taught)] if taught else [])]
+        history = [{"step": 0, "stage": stage, "metrics": {metric: {"value": v, "n": 4}}} for stage, v in seen]
+        return parse_result(document("snli", row, value, metric=metric, history=history))
+
+    summary = summarise([run("softmax", 0.8, None, 0.84), run("favor+", 0.2, 0.6, 0.63)])
+    favor = summary["overview"][1]
+    assert favor["mean_share_by_stage"] == {
+        "before training": pytest.approx(0.25),
+        "after transfer": pytest.approx(0.75),
+    }
+    text = as_markdown(report(summary))
+    assert "| favor+ | 20.0 → 60.0 → 63.0 | 25.0 % | 75.0 % | 75.0 % |" in text
+    assert "| softmax | 80.0 → 84.0 | 100.0 % | – | 100.0 % |" in text
+    text = as_markdown(
+        report(summarise([run("softmax", 30, None, 20, "perplexity"), run("favor+", 60, 40, 25, "perplexity")]))
+    )
+    assert "| favor+ | 25 (1.250 ×) |  |" in text and "| favor+ | 60 → 40 → 25 |" in text and "mean share" not in text

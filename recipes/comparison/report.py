@@ -61,19 +61,23 @@ def accuracy(summary: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def overview_table(summary: Mapping[str, Any]) -> Table:
-    """A column a task, and the mean share of softmax's score."""
+    """A column a task, and the mean share of softmax's score; of a loss, how many times softmax's it is."""
     tables = summary["accuracy"]
     rows = []
+    shared = _has_shares(summary)
     for each in summary["overview"]:
         cells = []
         for table in tables:
             row = next((row for row in table["rows"] if row["row"] == each["row"]), None)
             cells.append(DASH if row is None else score(row["metric"], table["scale"]))
-        share = percent(each["mean_share_of_softmax"])
-        rows.append([each["row"], *cells, share, ROLES.get(each["control"], "")])
+            if row and table["lower_is_better"] and row["over_softmax"]:
+                cells[-1] += f" ({row['over_softmax']:.3f} ×)"
+        share = [percent(each["mean_share_of_softmax"])] if shared else []
+        rows.append([each["row"], *cells, *share, ROLES.get(each["control"], "")])
     columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
     kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
-    return Table("", ["attention", *columns, "mean share of softmax's score", ""], rows, kinds)
+    share = ["mean share of softmax's score"] if shared else []
+    return Table("", ["attention", *columns, *share, ""], rows, kinds)
 
 
 def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
@@ -81,6 +85,7 @@ def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
     tables = [table for table in summary["accuracy"] if any(_first_look(row) for row in table["rows"])]
     if not tables:
         return
+    shared = _has_shares(summary)
     rows = []
     for each in summary["overview"]:
         cells = []
@@ -89,16 +94,24 @@ def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
             steps = [] if row is None else [*row["stages"].values(), row["metric"]]
             shown = [score({**step, "spread": None}, table["scale"]) for step in steps if step["mean"] is not None]
             cells.append(" → ".join(shown) or DASH)
-        shares = [*each["mean_share_by_stage"].values(), each["mean_share_of_softmax"]]
+        shares = [*each["mean_share_by_stage"].values(), each["mean_share_of_softmax"]] if shared else []
         rows.append([each["row"], *cells, *map(percent, shares)])
     columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
     kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
-    yield Paragraph(
+    said = (
         "What each step buys: patched and not trained → after attention transfer, if its row has one → after "
-        "fine-tuning too. The mean shares are of the scores of softmax, before its further training for the first two."
+        "fine-tuning too."
     )
-    shares = ["patched", "after transfer", "fine-tuned"]
-    yield Table("", ["attention", *columns, *(f"mean share, {name}" for name in shares)], rows, kinds)
+    shares = []
+    if shared:
+        said += " The mean shares are of the scores of softmax, before its further training for the first two."
+        shares = [f"mean share, {name}" for name in ("patched", "after transfer", "fine-tuned")]
+    yield Paragraph(said)
+    yield Table("", ["attention", *columns, *shares], rows, kinds)
+
+
+def _has_shares(summary: Mapping[str, Any]) -> bool:
+    return any(each["mean_share_of_softmax"] is not None for each in summary["overview"])
 
 
 def _first_look(row: Mapping[str, Any]) -> bool:
