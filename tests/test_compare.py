@@ -348,16 +348,16 @@ def test_real_runs(tmp_path, bert):
 
 @pytest.mark.parametrize(
     ("name", "variables"),
-    [("accuracy", ("data", "models")), ("language", ("data",)), ("squad", ("data", "models"))],
+    [("accuracy", ("data", "models")), ("language", ("data",)), ("transfer", ("data", "models"))],
 )
 def test_the_files_that_come_with_it(name, variables, tmp_path, bert):
     """Are well-formed whatever the folders: with the shapes of the data they name, nothing in them is refused."""
-    for folder in ("glue_sst2", "snli", "squad", "wikitext-2-raw-v1"):
+    for folder in ("glue_sst2", "glue_cola", "glue_rte", "glue_stsb", "snli", "squad", "wikitext-2-raw-v1"):
         (tmp_path / folder).mkdir()
     (tmp_path / "paraphrase-MiniLM-L3-v2").symlink_to(bert)
     given = dict.fromkeys(variables, str(tmp_path))
     made = plan.read_plan(demo.FOLDER / "compare" / f"{name}.yaml", tmp_path / "out", given)
     judged = [run for run in made.runs if run.place and run.place["accuracy"]]
-    every = {"softmax", "favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"}
-    for part in {run.place["part"] for run in judged}:
-        assert {run.place["row"] for run in judged if run.place["part"] == part} == every
+    least = {"softmax", "favor+", "hedgehog", "fmm", "band", "average"}  # with both halves of fmm and no attention
+    rows = [{run.place["row"] for run in judged if run.place["part"] == part.place["part"]} for part in judged]
+    assert all(found >= least for found in rows) and least | {"rff", "linear"} in rows

@@ -332,7 +332,11 @@ def test_interrupted_by_the_user(hub, worker, tmp_path, folder):
 
 
 def start_command(hub, home, folder, **variables):
-    command = [sys.executable, "-c", "from hf_rfattn.cli import app; app()", "publish", str(folder), "--repo", NAME]
+    # jobs in the background of a script inherit that Ctrl-C is ignored
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from hf_rfattn.cli import app; app()"
+    )
+    command = [sys.executable, "-c", code, "publish", str(folder), "--repo", NAME]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(hub, home) | {"HF_TOKEN": TOKEN} | variables,
