@@ -51,6 +51,18 @@ def section(text, title):
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
+def test_attention_transfer_is_told(folder):
+    """It is more training than softmax has had."""
+    runs = measured_runs()
+    write_results(folder, runs)
+    assert "transfer" not in section(render(make_card(folder)), "Results")
+    runs["favor.json"]["transfer"] = {"steps": 30, "batch_size": 4}
+    write_results(folder, runs)
+    text = section(render(make_card(folder)), "Results")
+    assert "this model, after 30 steps of attention transfer" in text and "came on top where a row had it" in text
+    assert text.count("steps of attention transfer") == 1
+
+
 def test_metadata(measured):
     """Read back by huggingface_hub's own classes from the YAML in the file."""
     write_card(measured, repo_id="me/tiny")

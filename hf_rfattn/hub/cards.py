@@ -227,8 +227,14 @@ def _task_table(comparison: Comparison) -> dict[str, Any]:
         measured = [number(result.metrics[m].value) if m in result.metrics else "–" for m in metrics]
         speed = [_or_dash(value) for value in (result.samples_per_second, result.tokens_per_second)]
         memory = "–" if result.peak_memory_bytes is None else in_bytes(result.peak_memory_bytes)
-        rows.append([_cell(attention_label(result.attention)), row.role, str(result.seed), *measured, *speed, memory])
-    about = f"Data: {dataset}; examples: {examples}. Budget, the same for every row: {budget}. On {hardware(own)}."
+        taught = result.document.get("transfer")
+        role = f"{row.role}, after {taught['steps']} steps of attention transfer" if taught else row.role
+        rows.append([_cell(attention_label(result.attention)), role, str(result.seed), *measured, *speed, memory])
+    extra = any(row.result.document.get("transfer") for row in comparison.rows)
+    more = " (attention transfer, without labels, came on top where a row had it)" if extra else ""
+    about = (
+        f"Data: {dataset}; examples: {examples}. Budget, the same for every row{more}: {budget}. On {hardware(own)}."
+    )
     return {"title": own.task, "about": about, "metrics": metrics, "rows": rows}
 
 

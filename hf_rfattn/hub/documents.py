@@ -12,6 +12,7 @@ kind "task", one a training run:
     metrics       {name: {value, n, [scale], [lower_is_better]}}; n: examples; scale: a perfect score, 1 or 100
     [main_metric] the one that tables and plots show first; else the first
     budget        {epochs or steps, learning_rate, ...}: runs compared with each other have equal budgets
+    [transfer]    {steps, batch_size, ...}: attention transfer before training, which the budget does not count; or null
     [history]     [{step, metrics, [stage]}, ...]: further evaluations; stage: one of STAGES, those before training
     samples_per_second, tokens_per_second, peak_memory_bytes, wall_time_seconds: numbers or null
     [checkpoint]  `checkpoint_fingerprint` of the folder this run saved
