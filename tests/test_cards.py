@@ -51,14 +51,11 @@ def section(text, title):
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_attention_transfer_is_told(folder):
+def test_attention_transfer_is_told(measured):
     """It is more training than softmax has had."""
-    runs = measured_runs()
-    write_results(folder, runs)
-    assert "transfer" not in section(render(make_card(folder)), "Results")
-    runs["favor.json"]["transfer"] = {"steps": 30, "batch_size": 4}
-    write_results(folder, runs)
-    text = section(render(make_card(folder)), "Results")
+    assert "transfer" not in section(render(make_card(measured)), "Results")
+    edit(measured / "results" / "favor.json", lambda document: document.update(transfer={"steps": 30, "batch_size": 4}))
+    text = section(render(make_card(measured)), "Results")
     assert "this model, after 30 steps of attention transfer" in text and "came on top where a row had it" in text
     assert text.count("steps of attention transfer") == 1
 

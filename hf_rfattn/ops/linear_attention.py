@@ -130,7 +130,7 @@ def read_state(q: Features, state: State) -> Partial:
 
 
 def _dot(phi: Tensor, total: Tensor) -> Tensor:
-    """`phi @ total` for a single column, which libraries for matrices compute at a fifth of their speed."""
+    """`phi @ total` for a single column, which libraries for matrices compute at a fraction of their speed."""
     return torch.mul(phi, total.transpose(-1, -2), out=fresh(phi.shape, phi)).sum(-1, keepdim=True)
 
 

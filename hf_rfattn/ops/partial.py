@@ -40,7 +40,7 @@ def exp_less(log: Tensor, offset: Tensor, *, reuse: bool = False) -> Tensor:
 
 
 def _exp2_less(log: Tensor, offset: Tensor, out: Tensor | None = None) -> Tensor:
-    """By powers of two: torch computes exponentials of e on a CPU at a third of the speed, and far slower where they
+    """By powers of two: torch computes exponentials of e more slowly on a CPU, and far more slowly where they
     underflow, as those of real heads do.
     """
     return torch.add(finite(offset) * -_LOG2_E, log, alpha=_LOG2_E, out=out).exp2_()

@@ -14,8 +14,8 @@ from .plots import crossover, pareto
 
 DASH = "–"
 DROPOUT = (
-    "Softmax has the attention dropout that its model asks for, other rows have none; over a short training that is to "
-    "their advantage."
+    "Softmax has the attention dropout that its model asks for, other rows have none, which may be an advantage over a "
+    "short training."
 )
 ROLES = {NO_ATTENTION: "control: no attention", NEAR: "control: window alone", FAR: "far field of fmm alone"}
 
@@ -68,7 +68,7 @@ def overview_table(summary: Mapping[str, Any]) -> Table:
     for each in summary["overview"]:
         cells = []
         for table in tables:
-            row = next((row for row in table["rows"] if row["row"] == each["row"]), None)
+            row = _row_of(table, each["row"])
             cells.append(DASH if row is None else score(row["metric"], table["scale"]))
             if row and table["lower_is_better"] and row["over_softmax"]:
                 cells[-1] += f" ({row['over_softmax']:.3f} ×)"
@@ -90,7 +90,7 @@ def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
     for each in summary["overview"]:
         cells = []
         for table in tables:
-            row = next((row for row in table["rows"] if row["row"] == each["row"]), None)
+            row = _row_of(table, each["row"])
             steps = [] if row is None else [*row["stages"].values(), row["metric"]]
             shown = [score({**step, "spread": None}, table["scale"]) for step in steps if step["mean"] is not None]
             cells.append(" → ".join(shown) or DASH)
@@ -108,6 +108,10 @@ def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
         shares = [f"mean share, {name}" for name in ("patched", "after transfer", "fine-tuned")]
     yield Paragraph(said)
     yield Table("", ["attention", *columns, *shares], rows, kinds)
+
+
+def _row_of(table: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    return next((row for row in table["rows"] if row["row"] == name), None)
 
 
 def _has_shares(summary: Mapping[str, Any]) -> bool:
