@@ -230,6 +230,18 @@ def test_real_magnitudes(variant, dtype, causal):
     assert error < {torch.float32: 1e-3, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
 
 
+@pytest.mark.parametrize("variant", [("rff", {}), ("linear", {"feature_map": "tanh"})], ids=["rff", "tanh"])
+def test_signed_features_lose_no_digits_in_bfloat16(variant):
+    """Sums whose terms cancel are float32: the output is off by its own rounding and no more."""
+    mechanism = build(variant, dtype=torch.float32)
+    q, k, v = (x.bfloat16() for x in draw_qkv(100, dtype=torch.float32))
+    with torch.no_grad():
+        out = mechanism(q, k, v).double()
+        exact = definition(mechanism.double(), *(x.double() for x in (q, k, v)))
+    rounding = (exact.bfloat16().double() - exact).norm()
+    assert (out - exact).norm() < 1.02 * rounding
+
+
 @every_mechanism
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_changes_nothing_inside(variant, dtype):
