@@ -78,10 +78,10 @@ class LearnedPositiveFeatures(FeatureMap):
 
     def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
         x = self._scaled(x, scale)
-        return self._features(x, role, -math.log(self.num_features) / 2 - squared_norm(x) / 2)
+        return self._features(x, role, -0.5, -math.log(self.num_features) / 2)
 
     def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
-        return self._features(self._scaled(x, scale), "query", None)
+        return self._features(self._scaled(x, scale), "query", 0.0, 0.0)
 
     def _scaled(self, x: Tensor, scale: float) -> Tensor:
         """τ^(1/2) · scale · x"""
@@ -89,11 +89,13 @@ class LearnedPositiveFeatures(FeatureMap):
         root = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
         return x * (scale * root[:, None, None])
 
-    def _features(self, x: Tensor, role: Role, shift: Tensor | None) -> Features:
-        log = per_head_product(x, self.query_projection if role == "query" else self.key_projection)
-        if self.antithetic:
-            log = torch.cat([log, -log], dim=-1)
-        return Features(log if shift is None else log + shift)
+    def _features(self, x: Tensor, role: Role, norms: float, constant: float) -> Features:
+        weight = self.query_projection if role == "query" else self.key_projection
+        if not self.antithetic:
+            return Features(per_head_product(x, weight, 1.0, norms, constant))
+        log = per_head_product(x, weight)
+        shift = norms * squared_norm(x) + constant
+        return Features(torch.cat([shift + log, shift - log], dim=-1))
 
     def multiply_adds(self) -> int:
         return self.key_projection.shape[1] * self.key_projection.shape[2]

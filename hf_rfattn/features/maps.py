@@ -21,35 +21,55 @@ TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys star
 SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordable number of signed features
 
 
-def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
-    """`[B, H, L, D]` times `[heads, M, D]`, and a number → `[B, H, L, M]`; query heads that share a key head share its
-    weight.
+def per_head_product(
+    x: Tensor, weight: Tensor, scale: float = 1.0, norms: float = 0.0, constant: float = 0.0
+) -> Tensor:
+    """scale · Wx, and norms · |x|² + constant unless norms = 0: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`, new.
+
+    Query heads that share a key head share its weight.
     """
-    B, H, L, D = x.shape
-    heads, M, _ = weight.shape
-    grouped = x.reshape(B, heads, (H // heads) * L, D)
-    weight = (weight.to(x.dtype).transpose(-1, -2) * scale).contiguous()  # smaller than x, as a rule
-    return product(grouped, weight.expand(B, heads, D, M)).reshape(B, H, L, M)
+    weight = weight.to(x.dtype)
+    if not torch.compiler.is_compiling():
+        return _PerHeadProduct.apply(x, weight, scale, norms, constant)
+    found = (_by_weights(x, weight) @ (scale * weight).transpose(-1, -2)).reshape(*x.shape[:3], weight.shape[1])
+    return found + (norms * squared_norm(x) + constant) if norms else found
 
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|², `[B, H, L, 1]`."""
-    if torch.compiler.is_compiling():
-        return x.square().sum(-1, keepdim=True)
-    return _SquaredNorm.apply(x)
+    return x.square().sum(-1, keepdim=True)
 
 
-class _SquaredNorm(torch.autograd.Function):
-    """One pass over x forward and one backward, where torch's own would take several."""
+def _by_weights(x: Tensor, weight: Tensor) -> Tensor:
+    """`[B, H, L, …]` as `[B, heads, (H / heads) · L, …]`."""
+    return x.reshape(x.shape[0], weight.shape[0], -1, x.shape[-1])
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+
+class _PerHeadProduct(torch.autograd.Function):
+    """Each way one product and, for norms, one more pass; by itself autograd would take several."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return (2 * gradient) * ctx.saved_tensors[0]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float, norms: float, constant: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scale, ctx.norms = scale, norms
+        factor = (scale * weight).transpose(-1, -2).expand(x.shape[0], -1, -1, -1)
+        found = product(_by_weights(x, weight), factor).view(*x.shape[:3], -1)
+        if norms:
+            found.add_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(norms).add_(constant))
+        return found.data  # not a view to autograd: a block's memory is written over, and backward does not need it
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        g = _by_weights(gradient, weight)
+        dx = d_weight = None
+        if ctx.needs_input_grad[0]:
+            dx = (g @ (ctx.scale * weight)).view_as(x)
+            if ctx.norms:
+                dx = torch.addcmul(dx, gradient.sum(-1, keepdim=True), x, value=2 * ctx.norms)
+        if ctx.needs_input_grad[1]:
+            d_weight = (ctx.scale * (g.transpose(-1, -2) @ _by_weights(x, weight))).sum(0)
+        return dx, d_weight, None, None, None
 
 
 class FeatureMap(nn.Module):
@@ -206,29 +226,24 @@ class PositiveFeatures(RandomFeatures):
         self.draw()
 
     def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        shift = torch.add(squared_norm(x) * (-(scale**2) / 2), -math.log(self.num_features) / 2)
-        return self._features(x, scale, shift)
+        return self._features(x, scale, -(scale**2) / 2, -math.log(self.num_features) / 2)
 
     def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
-        return self._features(x, scale, None)
+        return self._features(x, scale, 0.0, 0.0)
 
-    def _features(self, x: Tensor, scale: float, shift: Tensor | None) -> Features:
-        """With logarithms scale · ω_rᵀx + shift."""
+    def _features(self, x: Tensor, scale: float, norms: float, constant: float) -> Features:
+        """With logarithms scale · ω_rᵀx + norms · |x|² + constant."""
+        if not (self.optimal or self.antithetic):
+            return Features(per_head_product(x, self.projection, scale, norms, constant))
         log = per_head_product(x, self.projection, scale)
+        shift = norms * squared_norm(x) + constant if norms else torch.zeros_like(x[..., :1])
         if self.optimal:
             rho = self.rho.to(x.dtype).repeat_interleave(x.shape[1] // len(self.rho))[:, None, None]  # [H, 1, 1]
             a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
-            norms = self.projection.to(x.dtype).square().sum(-1)  # [Hkv, rows]
-            norms = norms.repeat_interleave(x.shape[1] // len(norms), 0).unsqueeze(1)  # [H, 1, rows]
-            constant = a * norms + x.shape[-1] / 4 * torch.log1p(-4 * a)
-            log, shift = log * torch.sqrt(1 - 4 * a), constant if shift is None else constant + shift
-        if self.antithetic:
-            shift = torch.zeros_like(x[..., :1]) if shift is None else shift
-            return Features(torch.cat([shift + log, shift - log], dim=-1))
-        if shift is None:
-            return Features(log)
-        # in place of a view, autograd would copy it there and back
-        return Features(log + shift if log.requires_grad else log.add_(shift))
+            squares = self.projection.to(x.dtype).square().sum(-1)  # [Hkv, rows]
+            squares = squares.repeat_interleave(x.shape[1] // len(squares), 0).unsqueeze(1)  # [H, 1, rows]
+            log, shift = log * torch.sqrt(1 - 4 * a), a * squares + x.shape[-1] / 4 * torch.log1p(-4 * a) + shift
+        return Features(torch.cat([shift + log, shift - log], dim=-1) if self.antithetic else shift + log)
 
     @torch.no_grad()
     def calibrate(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> None:
