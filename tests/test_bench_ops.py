@@ -10,7 +10,7 @@ from test_cli import failure, run
 from hf_rfattn import build_mechanism
 from hf_rfattn.bench import bars, contenders, devices, memory, ops, ops_report, peers, results
 from hf_rfattn.bench.crossover import find_crossover, measured_crossover
-from hf_rfattn.bench.limits import Product, matrix_products, run_products
+from hf_rfattn.bench.limits import Product, matrix_products, other_parts, run_products
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, repetitions_apart
 from hf_rfattn.mechanisms import resolve_config
 
@@ -151,6 +151,18 @@ def test_the_limit_of_favor_by_hand():
         assert matrix_products(build_mechanism(name, num_heads=3, head_dim=8), 2, 9, causal=True, training=True) is None
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_the_other_parts_leave_nothing_behind(training):
+    favor = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
+    tensors = [torch.randn(1, 2, 5, 8) for _ in range(3)]
+    before = [x.clone() for x in tensors]
+    parts = other_parts(favor, tensors, causal=True, training=training)
+    assert list(parts) == list(ops.PARTS)
+    for part in parts.values():
+        part()
+    assert all(x.grad is None and torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
 def favor(causal=False):
     return contenders.mechanism("favor+", build_mechanism("favor+", num_heads=2, head_dim=8), causal)
 
@@ -196,11 +208,18 @@ def test_a_result_is_complete(result):
         spread = cell["milliseconds"]
         assert 0 < spread["lower"] <= spread["median"] <= spread["upper"] and spread["count"] == 2
         assert ("speed_over_softmax" in cell) == (cell["kind"] != "softmax")
-        assert ("time_over_limit" in cell) == (cell["kind"] == "mechanism" and cell["name"] == "favor+")
+        favor = cell["kind"] == "mechanism" and cell["name"] == "favor+"
+        assert ("time_over_limit" in cell) == ("shares" in cell) == favor
+        if favor:
+            assert list(cell["shares"]) == ["products", "exponentials", "fresh memory", "calls"]
+            assert all(share > 0 for share in cell["shares"].values())
         assert "speed_over_peers" not in cell
     assert all(check["passed"] and check["deviation"] < check["tolerance"] for check in result["checks"])
     assert len(result["checks"]) == 4 * 8  # softmax and three mechanisms, two types, two directions, two passes
-    assert result["neighbours"]["runs"] == 2 * len(cells) and result["peers"] is False and result["bars"] == []
+    parts = 3 * sum("shares" in cell for cell in result["cells"])  # each run alone
+    assert (
+        result["neighbours"]["runs"] == 2 * (len(cells) + parts) and result["peers"] is False and result["bars"] == []
+    )
     found = {(c["attention"], c["features"], c["causal"], c["training"], c["dtype"]) for c in result["crossovers"]}
     assert len(found) == len(result["crossovers"]) == 3 * 8 and result["memory"] == []
 
@@ -305,6 +324,16 @@ def test_bars_are_the_worst_of_what_was_measured():
     assert found["speed over softmax, causal forward, M = 64, L = 8,192"]["met"] is False
     limit = found["time over that of the matrix products alone, bidirectional forward, L ≥ 1,024"]
     assert (limit["value"], limit["met"], limit["where"]) == (2.1, False, "M = 256, L = 16,384")
+    bounded = bars_of([cell(2048, time_over_limit=2.5, shares={"products": 0.4, "exponentials": 0.25})])
+    told = bounded["time over that of the matrix products alone, bidirectional forward, L ≥ 1,024"]["where"]
+    assert told == (
+        "M = 64, L = 2,048; of its time: products 40 %, exponentials 25 %, passes over features and waiting 35 %"
+    )
+    slow = cell(16384, shares={"fresh memory": 0.2}) | {"milliseconds": {"median": 5.0 * 4096}}
+    grown = bars_of([cell(4096, shares={"fresh memory": 0.01}), slow])
+    growth = grown["growth of time from 4,096 to 16,384 tokens, bidirectional forward, M = 64"]
+    assert growth["met"] is False
+    assert growth["where"] == "fetching fresh memory for the results takes 1 % at 4,096 and 20 % at 16,384 tokens"
     growth = found["growth of time from 4,096 to 16,384 tokens, bidirectional forward, M = 64"]
     assert growth["value"] == 4 and growth["met"] is True
     assert bars_of(threads=1) == {} and bars_of(heads=8) == {}

@@ -110,7 +110,18 @@ def _worst(
     where, slower = f"M = {cell['features']}, L = {cell['length']:,}", over_limit(cell)
     if slower is not None:
         where += f"; its matrix products alone would give {worst * slower:.2f} ×"
-    return _bar(what, worst, relation, bound, "×", where)
+    bar = _bar(what, worst, relation, bound, "×", where)
+    return bar if bar["met"] else bar | {"where": where + _bounds(cell)}
+
+
+def _bounds(cell: dict[str, Any]) -> str:
+    """What a cell's time is made of, as far as its parts were run alone."""
+    shares = cell.get("shares")
+    if not shares:
+        return ""
+    told = [f"{part} {100 * share:.0f} %" for part, share in shares.items()]
+    rest = max(0.0, 1 - sum(shares.values()))
+    return f"; of its time: {', '.join(told)}, passes over features and waiting {100 * rest:.0f} %"
 
 
 def _crossover(document: dict[str, Any], causal: bool, features: int, most: int) -> dict[str, Any]:
@@ -133,7 +144,12 @@ def _growth(causal: bool, training: bool, cells: Cells) -> dict[str, Any]:
     times = {cell["length"]: cell["milliseconds"]["median"] for cell in cells}
     growth = float(f"{times[16384] / times[4096]:.4g}") if {4096, 16384} <= set(times) else None
     what = f"growth of time from 4,096 to 16,384 tokens, {_round(causal, training)}, M = 64"
-    return _bar(what, growth, AT_MOST, 4.6, "×")
+    bar = _bar(what, growth, AT_MOST, 4.6, "×")
+    both = [cell for cell in cells if cell["length"] in (4096, 16384) and "shares" in cell]
+    if bar["met"] is not False or len(both) < 2:
+        return bar
+    told = " and ".join(f"{100 * cell['shares']['fresh memory']:.0f} % at {cell['length']:,}" for cell in both)
+    return bar | {"where": f"fetching fresh memory for the results takes {told} tokens"}
 
 
 def _memory(document: dict[str, Any], causal: bool) -> dict[str, Any]:

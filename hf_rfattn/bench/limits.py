@@ -9,6 +9,8 @@ rows, with features φ of length M and values of D:
 - backward: two products of the same size for each of these, one towards each factor, but for projections that learn
   nothing, which need only that towards x or y. Products that an implementation computes again in backward, to save
   memory, are *not* in the limit: it belongs to one that keeps everything.
+
+What else positive features cannot do without is run alone too, to tell what bounds them: `other_parts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from ..mechanisms import Mechanism
 from ..mechanisms.base import LinearMechanism
-from ..ops import linear_multiply_adds
+from ..ops import TILE, linear_multiply_adds
 
 
 class Product(NamedTuple):
@@ -99,3 +101,37 @@ def run_products(
             torch.bmm(left, right, out=out)
 
     return run
+
+
+def other_parts(
+    mechanism: Mechanism, tensors: Sequence[Tensor], *, causal: bool, training: bool
+) -> dict[str, Callable[[], None]]:
+    """What one attention over q, k, v of positive features does besides products, each alone.
+
+    Its exponentials, those of backward included, near the processor; its results, in memory that is fetched anew each
+    time; and all of its calls, on a single token. What remains are passes over features: sums, maxima, factors.
+    """
+    q, k, v = tensors
+    B, H, L, _ = q.shape
+    features = mechanism.num_features or 0
+    count = (4 * features + min(TILE, L) if causal else 2 * features) * B * H * L * (2 if training else 1)
+    logs = -torch.rand(min(count, 2**20), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    powers = torch.empty_like(logs)
+    results = [q, q, k, v] if training else [q]
+    token = [x[:, :, :1].clone().requires_grad_(training) for x in (q, k, v)]
+
+    def exponentials() -> None:
+        for start in range(0, count, len(logs)):
+            torch.exp2(logs[: count - start], out=powers[: count - start])
+
+    def fresh_memory() -> None:
+        for each in results:
+            torch.empty_like(each).zero_()
+
+    def calls() -> None:
+        with torch.set_grad_enabled(training):
+            out = mechanism(*token, causal=causal)
+        if training:
+            out.sum().backward()
+
+    return {"exponentials": exponentials, "fresh memory": fresh_memory, "calls": calls}

@@ -19,7 +19,7 @@ from .bars import bars
 from .contenders import Contender, Key, check, mechanism, named_configs, softmax
 from .crossover import measured_crossover
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
-from .limits import Product, matrix_products, run_products
+from .limits import Product, matrix_products, other_parts, run_products
 from .memory import training_memory
 from .peers import PACKAGES, check_peers, peers
 from .plotting import SOFTMAX
@@ -28,6 +28,7 @@ from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchro
 
 WARMUP = 1  # repetitions
 LIMIT = "limit"  # the kind of a cell that holds matrix products alone
+PARTS = ("exponentials", "fresh memory", "calls")  # run too, for the share they have of a mechanism's time
 
 Report = Callable[[float, str], Any]
 
@@ -217,6 +218,9 @@ def _measure_round(
         if products:
             run = run_products(products, DTYPES[dtype], settings.device)
             competitors[LIMIT, contender.name, contender.features] = Competitor(run)
+            if contender.mechanism is not None and contender.name == "favor+":  # which the bars are about
+                parts = other_parts(contender.mechanism, tensors[:3], causal=causal, training=training)
+                competitors |= {(part, *contender.key[1:]): Competitor(run) for part, run in parts.items()}
     seconds = interleave(
         competitors,
         settings.repetitions,
@@ -231,6 +235,7 @@ def _measure_round(
         | {"milliseconds": Spread.of([1000 * s for s in own]).to_dict()}
         | _ratios(key, seconds)
         for key, own in seconds.items()
+        if key[0] not in PARTS
     ]
 
 
@@ -276,6 +281,12 @@ def _ratios(key: Key, seconds: dict[Key, list[float]]) -> dict[str, Any]:
         limit = (LIMIT, name, features)
         if limit in seconds:
             found["time_over_limit"] = float(f"{median_ratio(seconds[key], seconds[limit]):.4g}")
+        parts = {part: (part, name, features) for part in PARTS}
+        if all(other in seconds for other in parts.values()):
+            found["shares"] = {"products": 1 / found["time_over_limit"]} | {
+                part: median_ratio(seconds[other], seconds[key]) for part, other in parts.items()
+            }
+            found["shares"] = {part: float(f"{share:.3g}") for part, share in found["shares"].items()}
         peers = [other for other in seconds if other[0] == "peer" and other[2] == features]
         if peers and name == "favor+":
             found["speed_over_peers"] = {other[1]: speed_over(other) for other in peers}

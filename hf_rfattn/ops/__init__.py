@@ -6,7 +6,7 @@ from .blockwise import attend_in_blocks
 from .causal import attend_to_past
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
 from .inputs import Inputs, visible_keys
-from .linear_attention import Features, State, add_key, combine, linear_multiply_adds, read_state
+from .linear_attention import TILE, Features, State, add_key, combine, linear_multiply_adds, read_state
 from .naive import allowed_pairs, normalised_weights
 from .partial import Partial, merge, normalise
 from .scratch import product
@@ -14,6 +14,7 @@ from .softmax_attention import softmax_attention
 from .two_softmaxes import attend_to_all
 
 __all__ = [
+    "TILE",
     "FarField",
     "Features",
     "Inputs",
