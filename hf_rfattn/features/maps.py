@@ -66,7 +66,7 @@ class _PerHeadProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = (g @ (ctx.scale * weight)).view_as(x)
             if ctx.norms:
-                dx = torch.addcmul(dx, gradient.sum(-1, keepdim=True), x, value=2 * ctx.norms)
+                dx.addcmul_(gradient.sum(-1, keepdim=True), x, value=2 * ctx.norms)
         if ctx.needs_input_grad[1]:
             d_weight = (ctx.scale * (g.transpose(-1, -2) @ _by_weights(x, weight))).sum(0)
         return dx, d_weight, None, None, None
