@@ -1,7 +1,7 @@
 # make test     the suite, in .venv (made on first use)
 # make demo     a real pretrained BERT fine-tuned with each mechanism on a small task: table, plots, models and cards in demo_out
 # make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
-#               for other files of recipes/compare than accuracy.yaml
+#               (or stories) for other files of recipes/compare than accuracy.yaml
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json

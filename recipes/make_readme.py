@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
+from comparison.guide import guide
 from comparison.plots import pareto
 from comparison.report import DROPOUT, budget_of, overview_table, speed_of, stages, title_of
 from comparison.summary import KIND as COMPARISON
@@ -34,6 +35,7 @@ COMPARISONS = {
     "accuracy": "make compare DATA=... MODELS=...",
     "transfer": "make compare CONFIG=transfer DATA=... MODELS=...",
     "language": "make compare CONFIG=language DATA=...",
+    "stories": "make compare CONFIG=stories DATA=stories MODELS=...",
 }
 
 Results = dict[str, dict[str, Any]]
@@ -238,7 +240,11 @@ def _bars(documents: list[dict[str, Any]]) -> Iterator[str]:
     for document in documents:
         if document["bars"]:
             met = f"{sum(bar['met'] is True for bar in document['bars'])} of {len(document['bars'])} met"
-            yield f"**What was aimed at**, `favor+` in float32 on {_machine(document)}: {met}."
+            yield (
+                f"**What was aimed at**, `favor+` in float32 on {_machine(document)}: {met}. Where one is not, "
+                "its time is taken apart: products, exponentials and memory that is fetched anew were each run alone, on as "
+                "many numbers, and so were all its calls, on a single token."
+            )
             rows = []
             for bar in document["bars"]:
                 sign = "≥" if bar["relation"] == AT_LEAST else "≤"
@@ -302,16 +308,20 @@ def accuracy(documents: Results) -> str:
     return "\n".join(found) or "Nothing has been compared yet."
 
 
-def _comparison(name: str, documents: Results) -> Iterator[Block]:
+def _summary(name: str, documents: Results) -> dict[str, Any] | None:
     parsed = [
         parse_result(document, file)
         for file, document in documents.items()
         if COMPARISON in document and file.startswith(f"{name}/")
     ]
     results = [result for result in parsed if isinstance(result, TaskResult)]
-    if not results:
+    return summarise(results) if results else None
+
+
+def _comparison(name: str, documents: Results) -> Iterator[Block]:
+    summary = _summary(name, documents)
+    if summary is None:
         return
-    summary = summarise(results)
     tables = summary["accuracy"]
     yield Heading(summary["title"], 3)
     yield Paragraph(
@@ -335,7 +345,18 @@ def _address(name: str) -> str:
     return f"recipes/results/{name}"
 
 
-SECTIONS: list[tuple[str, Callable[[Results], str]]] = [("accuracy", accuracy), ("speed", speed)]
+# The guide ----------------------------------------------------------------------------------------------------------
+
+
+def which_when(documents: Results) -> str:
+    return guide(_summary("transfer", documents), list(documents.values()))
+
+
+SECTIONS: list[tuple[str, Callable[[Results], str]]] = [
+    ("guide", which_when),
+    ("accuracy", accuracy),
+    ("speed", speed),
+]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 from comparison.blocks import as_html, as_markdown
+from comparison.guide import guide
 from comparison.plots import best_of, crossover, pareto
 from comparison.report import report, write_report
 from comparison.summary import read_summary, summarise
@@ -215,3 +216,34 @@ def test_what_each_step_buys():
         report(summarise([run("softmax", 30, None, 20, "perplexity"), run("favor+", 60, 40, 25, "perplexity")]))
     )
     assert "| favor+ | 25 (1.250 ×) |  |" in text and "| favor+ | 60 → 40 → 25 |" in text and "mean share" not in text
+
+
+def test_the_guide_tells_what_was_measured():
+    def metric(mean):
+        return {"mean": mean, "spread": 0.01, "values": [mean]}
+
+    stages = {"before training": 0.5, "after transfer": 0.75}
+    rows = [{"row": name, "metric": metric(value)} for name, value in (("softmax", 0.8), ("fmm", 0.7), ("band", 0.6))]
+    table = {"part": "snli", "scale": 1, "rows": rows}
+    favor = {"row": "favor+", "mean_share_by_stage": stages, "mean_share_of_softmax": 0.9}
+    untaught = favor | {"row": "linear", "mean_share_by_stage": stages | {"after transfer": None}}
+    summary = {"accuracy": [table], "overview": [favor, untaught]}
+    crossing = {"attention": "favor+", "dtype": "float32", "features": 64, "causal": True}
+    crossings = [crossing | {"training": training, "interpolated": 1300 + training} for training in (False, True)]
+    ops = {"kind": "bench ops", "crossovers": crossings}
+    cell = {"attention": "fmm", "length": 99, "training": True, "speed_over_softmax": 3.21}
+    model = {"kind": "bench model", "model": {"name": "a bert"}, "lengths": [9, 99], "cells": [cell]}
+    times = {name: {"median": time} for name, time in (("softmax", 70.2), ("fmm", 20.1))}
+    cells = [{"attention": name, "context": 5, "batch": 1, "ms_per_token": time} for name, time in times.items()]
+    decode = {"kind": "bench decode", "contexts": [5], "batches": [1], "cells": cells}
+    lines = guide(summary, [ops, model, decode]).splitlines()
+    assert len(lines) == 4
+    assert (
+        lines[0].startswith("- **Length**, one causal layer") and "1,300 tokens to infer and 1,301 to train" in lines[0]
+    )
+    assert lines[1] == "- **A whole model**, a bert, 99 tokens: fmm trains 3.2 × as fast as softmax."
+    assert lines[2].endswith("favor+ 50.0 % → 75.0 % → 90.0 %.")  # a row without transfer has no such line
+    assert lines[3] == "- **Generation** after 5 tokens, milliseconds a token: softmax 70, fmm 20."
+    rows.append({"row": "favor+", "metric": metric(0.65)})
+    assert "beside each alone:** snli: softmax 80.0 ± 1.0, fmm 70.0 ± 1.0, band" in guide(summary, [])
+    assert guide(None, []) == "Nothing has been measured yet."

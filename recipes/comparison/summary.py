@@ -196,7 +196,7 @@ def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict
 
 
 def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each row over all tables; the mean share is over those that all rows are in and whose metric is a score."""
+    """Each row over all tables; the mean share is over those whose metric is a score, of rows in all of these."""
     rows = _each(row["row"] for table in tables for row in table["rows"])
     overview = []
     for name in rows:

@@ -117,7 +117,7 @@ def load_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state
             accelerator.scaler.load_state_dict(tensors["scaler"])
     dice = state / f"random_{accelerator.process_index}.pt"
     if dice.exists():  # a process that was not there before keeps the dice of its seed
-        _set_dice(torch.load(dice, weights_only=False))
+        _set_dice(torch.load(dice, weights_only=True))
     return RunProgress(**json.loads((state / PROGRESS).read_text(encoding="utf-8")))
 
 
@@ -144,10 +144,11 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _dice() -> dict[str, Any]:
-    """Of Python, numpy and torch, on the CPU and on this process's GPU."""
+    """Of Python, numpy and torch, on the CPU and on this process's GPU: numbers and tensors, no objects to unpickle."""
+    kind, words, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (kind, torch.from_numpy(words.astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
@@ -155,7 +156,8 @@ def _dice() -> dict[str, Any]:
 
 def _set_dice(dice: dict[str, Any]) -> None:
     random.setstate(dice["python"])
-    np.random.set_state(dice["numpy"])
+    kind, words, *rest = dice["numpy"]
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(dice["torch"])
     if dice["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(dice["cuda"])

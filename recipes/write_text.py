@@ -1,0 +1,53 @@
+"""Let a language model write the text that it is then compared on: what its softmax says, other attention must imitate.
+
+python recipes/write_text.py --model DIR_OR_NAME --output stories
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BATCH = 100
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A causal model's folder, or its name on the Hub.")],
+    output: Annotated[Path, typer.Option(help="Folder for train.jsonl and validation.jsonl.")],
+    train: Annotated[int, typer.Option(min=1, help="Texts to train on.")] = 1500,
+    validation: Annotated[int, typer.Option(min=1, help="Texts to evaluate on.")] = 150,
+    length: Annotated[int, typer.Option(min=2, help="Longest text in tokens.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Texts sampled from a model at temperature 1, from nothing but its first token."""
+    if output.exists() and any(output.iterdir()):
+        raise typer.BadParameter(f"{output} holds files already.", param_hint="--output")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.bos_token_id is None:
+        raise typer.BadParameter(f"The tokenizer of {model} has no first token to begin with.", param_hint="--model")
+    writer = AutoModelForCausalLM.from_pretrained(model).eval()
+    torch.manual_seed(seed)
+    texts: list[str] = []
+    for start in track(range(0, train + validation, BATCH), description="writing"):
+        first = torch.full((min(BATCH, train + validation - start), 1), tokenizer.bos_token_id)
+        written = writer.generate(
+            first,
+            attention_mask=torch.ones_like(first),
+            do_sample=True,
+            top_k=0,
+            max_length=length,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        texts += tokenizer.batch_decode(written, skip_special_tokens=True)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", texts[:train]), ("validation", texts[train:])):
+        lines = [json.dumps({"text": text}, ensure_ascii=False) for text in part]
+        (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
