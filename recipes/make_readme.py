@@ -241,8 +241,8 @@ def _bars(documents: list[dict[str, Any]]) -> Iterator[str]:
         if document["bars"]:
             met = f"{sum(bar['met'] is True for bar in document['bars'])} of {len(document['bars'])} met"
             yield (
-                f"**What was aimed at**, `favor+` in float32 on {_machine(document)}: {met}. Where one is not, "
-                "its time is taken apart: products, exponentials and memory that is fetched anew were each run alone, on "
+                f"**What was aimed at**, `favor+` in float32 on {_machine(document)}: {met}. Where one is not, its "
+                "time is taken apart: products, exponentials and memory that is fetched anew were each run alone, on "
                 "as many numbers, and so were all its calls, on a single token."
             )
             rows = []
