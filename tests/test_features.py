@@ -19,6 +19,7 @@ from hf_rfattn.features import (
 )
 from hf_rfattn.features.projections import seeded_generator
 from hf_rfattn.ops import hadamard_matrix, walsh_hadamard_transform
+from hf_rfattn.ops.scratch import scratch
 
 D = 16
 SIX_SIGMA = 6.0  # a correct estimator fails a six-sigma check once in 5·10⁸ runs; the seeds are fixed besides
@@ -283,3 +284,14 @@ def test_hedgehog_starts_at_the_identity_whatever_its_width():
         torch.testing.assert_close(feature_map.key_weight.norm(dim=-1), torch.ones_like(feature_map.key_weight[..., 0]))
         parts = feature_map(torch.randn(1, 2, 3, 8), "key").dense().unflatten(-1, (2, -1))
         torch.testing.assert_close(parts.sum(-1), torch.ones(1, 2, 3, 2))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_no_tokens_at_all(gradients):
+    favor = build_mechanism("favor+", num_heads=4, num_kv_heads=2, head_dim=8, num_features=6).feature_map
+    x = torch.zeros(3, 4, 0, 8, requires_grad=gradients)
+    with torch.set_grad_enabled(gradients), scratch(x):
+        log = favor(x, "query", 0.5).log
+    assert log.shape == (3, 4, 0, 6)
+    if gradients:
+        assert torch.autograd.grad(log.sum(), x)[0].shape == x.shape

@@ -42,7 +42,8 @@ def squared_norm(x: Tensor) -> Tensor:
 
 def _by_weights(x: Tensor, weight: Tensor) -> Tensor:
     """`[B, H, L, …]` as `[B, heads, (H / heads) · L, …]`."""
-    return x.reshape(x.shape[0], weight.shape[0], -1, x.shape[-1])
+    B, H, L, D = x.shape
+    return x.reshape(B, len(weight), H // len(weight) * L, D)
 
 
 class _PerHeadProduct(torch.autograd.Function):
@@ -53,7 +54,7 @@ class _PerHeadProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.scale, ctx.norms = scale, norms
         factor = (scale * weight).transpose(-1, -2).expand(x.shape[0], -1, -1, -1)
-        found = product(_by_weights(x, weight), factor).view(*x.shape[:3], -1)
+        found = product(_by_weights(x, weight), factor).view(*x.shape[:3], weight.shape[1])
         if norms:
             found.add_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(norms).add_(constant))
         return found.data  # not a view to autograd: a block's memory is written over, and backward does not need it

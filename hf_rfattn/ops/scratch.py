@@ -77,7 +77,7 @@ def product(a: Tensor, b: Tensor, add_to: Tensor | None = None, out: Tensor | No
     shape = (*a.shape[:-1], b.shape[-1])
     if not may_overwrite():
         return a @ b if add_to is None else add_to + a @ b
-    a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
+    a, b = (x.flatten(0, -3) for x in (a, b))
     if add_to is not None:
         torch.baddbmm(add_to.view(-1, *shape[-2:]), a, b, out=add_to.view(-1, *shape[-2:]))
         return add_to
