@@ -1,7 +1,7 @@
 """Which results stand beside which, and what they say in plain words. Every number here comes from result documents."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,10 @@ def control_of(attention: Any, others: Iterable[Any]) -> str | None:
     'control: plain average, no attention'
     >>> control_of("favor+", ["softmax"]), control_of("favor+", [{"mechanism": "fmm", "far": ["favor+"]}])
     (None, 'control: far field alone')
+    >>> control_of({"layers": {"0-5": {"mechanism": "average"}}}, [])  # the other layers are softmax
     """
+    if isinstance(attention, Mapping) and "layers" in attention:
+        return None
     names = mechanism_names_in(attention)
     if names == ["average"]:
         return NO_ATTENTION
