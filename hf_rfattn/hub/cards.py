@@ -194,7 +194,7 @@ def _summary(card: Card) -> str:
     licence = "" if card.license else " The licence of the base model is not recorded here; look it up before use."
     return (
         f"{base} whose softmax attention was replaced by linear-time attention ({', '.join(card.mechanisms)}) with "
-        f"[hf_rfattn](https://pypi.org/project/hf-rfattn/){tuned}.{licence}"
+        f"`hf_rfattn`{tuned}.{licence}"
     )
 
 
