@@ -33,7 +33,7 @@ SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of those measured; the files ho
 # the folders of comparisons' results, and the commands that make them
 COMPARISONS = {
     "accuracy": "make compare DATA=... MODELS=...",
-    "transfer": "make compare CONFIG=transfer DATA=... MODELS=...",
+    "transfer": "make compare CONFIG=transfer DATA=... MODELS=... ARGS='--set larger=...'",
     "language": "make compare CONFIG=language DATA=...",
     "stories": "make compare CONFIG=stories DATA=stories MODELS=...",
 }

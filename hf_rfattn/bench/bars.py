@@ -120,8 +120,9 @@ def _bounds(cell: dict[str, Any]) -> str:
     if not shares:
         return ""
     told = [f"{part} {100 * share:.0f} %" for part, share in shares.items()]
-    rest = max(0.0, 1 - sum(shares.values()))
-    return f"; of its time: {', '.join(told)}, passes over features and waiting {100 * rest:.0f} %"
+    rest = "passes over features, products that backward computes again" if cell["training"] else "passes over features"
+    share = max(0.0, 1 - sum(shares.values()))
+    return f"; of its time: {', '.join(told)}, the rest ({rest}, waiting) {100 * share:.0f} %"
 
 
 def _crossover(document: dict[str, Any], causal: bool, features: int, most: int) -> dict[str, Any]:

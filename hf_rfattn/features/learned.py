@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import Features
-from .maps import FeatureMap, Role, per_head_product, squared_norm
+from .maps import FeatureMap, Role, log_features, per_head_product
 from .projections import Projection, draw_projection, seeded_generator
 
 
@@ -91,11 +91,7 @@ class LearnedPositiveFeatures(FeatureMap):
 
     def _features(self, x: Tensor, role: Role, norms: float, constant: float) -> Features:
         weight = self.query_projection if role == "query" else self.key_projection
-        if not self.antithetic:
-            return Features(per_head_product(x, weight, 1.0, norms, constant))
-        log = per_head_product(x, weight)
-        shift = norms * squared_norm(x) + constant
-        return Features(torch.cat([shift + log, shift - log], dim=-1))
+        return Features(log_features(x, weight, 1.0, norms, constant, self.antithetic))
 
     def multiply_adds(self) -> int:
         return self.key_projection.shape[1] * self.key_projection.shape[2]

@@ -35,6 +35,15 @@ def per_head_product(
     return found + (norms * squared_norm(x) + constant) if norms else found
 
 
+def log_features(x: Tensor, weight: Tensor, scale: float, norms: float, constant: float, antithetic: bool) -> Tensor:
+    """As `per_head_product`; `antithetic` ones have every row of the weight with both signs."""
+    if not antithetic:
+        return per_head_product(x, weight, scale, norms, constant)
+    log = per_head_product(x, weight, scale)
+    shift = norms * squared_norm(x) + constant if norms else 0.0
+    return torch.cat([shift + log, shift - log], dim=-1)
+
+
 def squared_norm(x: Tensor) -> Tensor:
     """|x|², `[B, H, L, 1]`."""
     return x.square().sum(-1, keepdim=True)
@@ -234,16 +243,15 @@ class PositiveFeatures(RandomFeatures):
 
     def _features(self, x: Tensor, scale: float, norms: float, constant: float) -> Features:
         """With logarithms scale · ω_rᵀx + norms · |x|² + constant."""
-        if not (self.optimal or self.antithetic):
-            return Features(per_head_product(x, self.projection, scale, norms, constant))
+        if not self.optimal:
+            return Features(log_features(x, self.projection, scale, norms, constant, self.antithetic))
         log = per_head_product(x, self.projection, scale)
-        shift = norms * squared_norm(x) + constant if norms else torch.zeros_like(x[..., :1])
-        if self.optimal:
-            rho = self.rho.to(x.dtype).repeat_interleave(x.shape[1] // len(self.rho))[:, None, None]  # [H, 1, 1]
-            a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
-            squares = self.projection.to(x.dtype).square().sum(-1)  # [Hkv, rows]
-            squares = squares.repeat_interleave(x.shape[1] // len(squares), 0).unsqueeze(1)  # [H, 1, rows]
-            log, shift = log * torch.sqrt(1 - 4 * a), a * squares + x.shape[-1] / 4 * torch.log1p(-4 * a) + shift
+        rho = self.rho.to(x.dtype).repeat_interleave(x.shape[1] // len(self.rho))[:, None, None]  # [H, 1, 1]
+        a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
+        squares = self.projection.to(x.dtype).square().sum(-1)  # [Hkv, rows]
+        squares = squares.repeat_interleave(x.shape[1] // len(squares), 0).unsqueeze(1)  # [H, 1, rows]
+        log, shift = log * torch.sqrt(1 - 4 * a), a * squares + (x.shape[-1] / 4 * torch.log1p(-4 * a) + constant)
+        shift = shift + norms * squared_norm(x) if norms else shift
         return Features(torch.cat([shift + log, shift - log], dim=-1) if self.antithetic else shift + log)
 
     @torch.no_grad()

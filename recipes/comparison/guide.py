@@ -9,10 +9,10 @@ Document = Mapping[str, Any]
 
 # what a line says, and the rows that show it
 COMPARED = {
-    "More features bring more.": ["softmax", "hedgehog", "hedgehog 256"],
+    "More features:": ["softmax", "hedgehog", "hedgehog 256"],
     "Softmax kept in one layer of three:": ["softmax", "favor+", "favor+ and softmax"],
     "A window and a far field, beside each alone:": ["softmax", "fmm", "band", "favor+"],
-    "Without learned features, beside no attention:": ["softmax", "rff", "linear", "average"],
+    "Random and fixed features, beside no attention:": ["softmax", "rff", "linear", "average"],
 }
 
 
