@@ -152,14 +152,22 @@ def test_the_limit_of_favor_by_hand():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_other_parts_leave_nothing_behind(training):
+def test_the_other_parts_leave_nothing_behind(training, monkeypatch):
     favor = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
     tensors = [torch.randn(1, 2, 5, 8) for _ in range(3)]
     before = [x.clone() for x in tensors]
     parts = other_parts(favor, tensors, causal=True, training=training)
     assert list(parts) == list(ops.PARTS)
-    for part in parts.values():
-        part()
+    fetched, powers = [], []
+    empty_like, exp2 = torch.empty_like, torch.exp2
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda x: fetched.append(x.shape) or empty_like(x))
+        patch.setattr(torch, "exp2", lambda x, out: powers.append(x.numel()) or exp2(x, out=out))
+        parts["fresh memory"]()
+        parts["exponentials"]()
+    assert len(fetched) == (4 if training else 1)
+    assert sum(powers) == (2 if training else 1) * 2 * 5 * (4 * 16 + 5)  # heads, tokens; features, and pairs of a tile
+    parts["calls"]()
     assert all(x.grad is None and torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 

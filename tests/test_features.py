@@ -17,6 +17,7 @@ from hf_rfattn.features import (
     hadamard_rotation,
     kernel_matrix,
 )
+from hf_rfattn.features.maps import per_head_product
 from hf_rfattn.features.projections import seeded_generator
 from hf_rfattn.ops import hadamard_matrix, walsh_hadamard_transform
 from hf_rfattn.ops.scratch import scratch
@@ -295,3 +296,32 @@ def test_no_tokens_at_all(gradients):
     assert log.shape == (3, 4, 0, 6)
     if gradients:
         assert torch.autograd.grad(log.sum(), x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("norms", [0.0, -0.5])
+def test_gradients_of_projections(norms):
+    """Mechanisms are compared with definitions that use the same projections: these have no other judge."""
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 4, 3, 5), (2, 6, 5))
+    )  # two query heads share each weight
+
+    def found(x, weight):
+        return per_head_product(x, weight, 0.7, norms, 0.3)
+
+    expected = 0.7 * torch.einsum("bhld,hmd->bhlm", x, weight.repeat_interleave(2, 0))
+    expected = expected + norms * x.square().sum(-1, keepdim=True) + (0.3 if norms else 0.0)
+    torch.testing.assert_close(found(x, weight), expected)
+    assert torch.autograd.gradcheck(found, (x, weight)) and torch.autograd.gradgradcheck(found, (x, weight))
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_antithetic_features_come_in_pairs_of_opposite_sign(trainable):
+    options = {"num_features": 6, "antithetic": True, "trainable": trainable}
+    favor = build_mechanism("favor+", num_heads=2, head_dim=4, **options).feature_map
+    x = torch.randn(1, 2, 3, 4)
+    for features in (favor(x, "key"), favor.queries_of_a_quotient(x)):
+        one, other = features.log.unflatten(-1, (2, 3)).unbind(-2)
+        middle = (one + other) / 2  # the same for every pair of a token
+        torch.testing.assert_close(middle, middle[..., :1].expand_as(middle))
+        assert ((one - other).abs() > 1e-3).any()

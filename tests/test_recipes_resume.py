@@ -5,12 +5,14 @@ import random
 import subprocess
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from recipe_models import ROOT, command, environment, make_bert
 from recipe_zygote import Zygote
 from safetensors.torch import load_file
+from training import state
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 # dropout throws dice, favor+ redraws, best models come and go: all of it must be where it was
@@ -107,3 +109,12 @@ def test_torchrun_killed(zygote, model, tmp_path):
     assert not (torn / "result.json").exists()
     zygote.start(SNLI, "--model", model, *OPTIONS, "--output", torn, "--resume", processes=2).wait(check=True)
     assert same(weights(whole), weights(torn))
+
+
+def test_dice_of_a_state_go_on(tmp_path):
+    """Numbers and tensors alone, so that nothing can be unpickled from a state."""
+    torch.save(state._dice(), tmp_path / "dice.pt")
+    first = random.random(), np.random.rand(), float(torch.rand(()))
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) != first
+    state._set_dice(torch.load(tmp_path / "dice.pt", weights_only=True))
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == first
