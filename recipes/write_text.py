@@ -18,8 +18,8 @@ BATCH = 100
 def main(
     model: Annotated[str, typer.Option(help="A causal model's folder, or its name on the Hub.")],
     output: Annotated[Path, typer.Option(help="Folder for train.jsonl and validation.jsonl.")],
-    train: Annotated[int, typer.Option(min=1, help="Texts to train on.")] = 1500,
-    validation: Annotated[int, typer.Option(min=1, help="Texts to evaluate on.")] = 150,
+    train: Annotated[int, typer.Option(min=1, help="Texts to train on.")] = 500,
+    validation: Annotated[int, typer.Option(min=1, help="Texts to evaluate on.")] = 100,
     length: Annotated[int, typer.Option(min=2, help="Longest text in tokens.")] = 256,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
 ) -> None:
