@@ -8,6 +8,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
+import hf_rfattn
 from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model
 from hf_rfattn.bench import results
 from hf_rfattn.cli import app
@@ -63,6 +64,10 @@ def modernbert(tmp_path_factory):
     config.architectures = ["ModernBertModel"]
     config.save_pretrained(folder)
     return folder
+
+
+def test_version_needs_no_command():
+    assert run("--version") == f"hf-rfattn {hf_rfattn.__version__}\n"
 
 
 def test_list_names_every_mechanism_alias_and_option():
