@@ -6,7 +6,8 @@
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
 # make readme   the sections of README.md that are made from recipes/results
-# make docs    the guides and the API reference as a site, into site/index.html
+# make docs     the guides and the API reference as a site, into site/index.html
+# make dist     sdist and wheel, checked, into dist/
 # make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
 # make style    ruff and mypy, as CI runs them
 # make format   let ruff repair what it can
@@ -19,6 +20,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PEERS ?= .venv-peers
 DOCS ?= .venv-docs
+DIST ?= .venv-dist
 TORCH ?= -c constraints.txt torch
 WORKERS ?= 2
 ARGS ?=
@@ -28,7 +30,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat demo compare bench peers bench-peers readme docs style format clean
+.PHONY: test compat demo compare bench peers bench-peers readme docs dist style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
@@ -60,6 +62,11 @@ readme: $(VENV)/.base
 docs: $(DOCS)/.docs
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 
+dist: $(DIST)/.dist
+	rm -rf dist
+	$(DIST)/bin/python -m build --quiet --outdir dist .
+	$(DIST)/bin/python -m twine check --strict dist/*
+
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,7 +77,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(DOCS) site build dist *.egg-info demo_out compare_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(DOCS) $(DIST) site build dist *.egg-info demo_out compare_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
@@ -110,4 +117,9 @@ $(VENV)/.peers: requirements-peers.txt $(VENV)/.torch pyproject.toml
 $(DOCS)/.docs: requirements-docs.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install -r requirements-docs.txt
+	touch $@
+
+$(DIST)/.dist:
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip --disable-pip-version-check install --quiet 'build>=1.2' 'twine>=6.1'
 	touch $@
