@@ -1,7 +1,5 @@
 """Cards: every number from the documents, nothing claimed that was not measured, metadata that the Hub takes."""
 
-import contextlib
-import copy
 import json
 import re
 import shutil
@@ -10,19 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from result_documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, speed, task, write_results
 from typer.testing import CliRunner
 
-from hf_rfattn.bench.results import new_result
 from hf_rfattn.cli import app
 from hf_rfattn.commands import in_bytes
 from hf_rfattn.hub.cards import auto_class, make_card, render, write_card
 from hf_rfattn.hub.citations import PAPERS, bibliography
 from hf_rfattn.hub.comparison import FAR, crossover, number
-from hf_rfattn.hub.documents import parse_result, read_results
-from hf_rfattn.hub.folder import CheckpointFolder, attention_label, checkpoint_fingerprint, mechanism_names_in
+from hf_rfattn.hub.documents import parse_result
+from hf_rfattn.hub.folder import CheckpointFolder, checkpoint_fingerprint
 from hf_rfattn.mechanisms import mechanism_names
 
 
@@ -328,74 +323,3 @@ def test_auto_class():
     assert auto_class("GPT2ForQuestionAnswering") == "AutoModelForQuestionAnswering"
     assert auto_class("BartForConditionalGeneration") == "BartForConditionalGeneration"
     assert auto_class(None) == "AutoModel"
-
-
-# Documents
-
-
-def test_what_the_package_writes_is_what_cards_read():
-    """Fields that all results share come from `new_result`."""
-    fields = {k: v for k, v in task().items() if k not in new_result("task", seed=0)}
-    assert parse_result({**new_result("task", seed=4), **fields}).seed == 4
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda d: d.pop("metrics"), "has no 'metrics'"),
-        (lambda d: d.update(metrics={}), "metrics is empty"),
-        (lambda d: d["metrics"]["accuracy"].pop("n"), "metrics: accuracy has no 'n'"),
-        (lambda d: d["metrics"]["accuracy"].update(value=float("nan")), "must be a finite number"),
-        (lambda d: d["metrics"]["accuracy"].update(value="0.5"), "must be a finite number"),
-        (lambda d: d.update(schema_version=99), "schema_version 99 is not known"),
-        (lambda d: d.update(kind="taks"), "kind 'taks' is not possible"),
-        (lambda d: d.update(attention=["favor+"]), "attention: .* is neither 'softmax' nor"),
-        (lambda d: d.update(samples_per_second=-1), "above zero or null"),
-        (lambda d: d["dataset"].pop("fingerprint"), "dataset has no 'fingerprint'"),
-    ],
-)
-def test_documents_that_are_wrong(change, message):
-    document = copy.deepcopy(task())
-    change(document)
-    with pytest.raises(ValueError, match=message):
-        parse_result(document, "x.json")
-
-
-def test_files_that_are_wrong(tmp_path):
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ValueError, match=r"x\.json is not a JSON document"):
-        read_results(tmp_path)
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"x\.json must be a JSON object"):
-        read_results(tmp_path)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_document_is_read_or_refused(data):
-    document = copy.deepcopy(data.draw(st.sampled_from([task(), speed()])))
-    document[data.draw(st.sampled_from(sorted(document)))] = data.draw(JSON)
-    with contextlib.suppress(ValueError):
-        parse_result(document)
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_attention_is_compared_or_refused(checkpoints, data):
-    attention = data.draw(
-        st.dictionaries(st.sampled_from(["mechanism", "far", "layers", "num_features"]), JSON | st.just("fmm"))
-        | st.fixed_dictionaries({"layers": st.dictionaries(st.text(max_size=3) | st.just("0-1"), JSON)})
-    )
-    with contextlib.suppress(ValueError):
-        result = parse_result(task(attention))
-        assert CheckpointFolder(checkpoints / "favor").holds(result.attention) in (True, False)
-        assert isinstance(attention_label(result.attention), str) and isinstance(
-            mechanism_names_in(result.attention), list
-        )

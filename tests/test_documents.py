@@ -1,0 +1,88 @@
+"""Result documents, as cards read them: what is wrong in one is named, and anything else is read or refused."""
+
+import contextlib
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from result_documents import make_checkpoint, speed, task
+
+from hf_rfattn.bench.results import new_result
+from hf_rfattn.hub.documents import parse_result, read_results
+from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "favor"
+    make_checkpoint(folder)
+    return folder
+
+
+def test_what_the_package_writes_is_what_cards_read():
+    """Fields that all results share come from `new_result`."""
+    fields = {k: v for k, v in task().items() if k not in new_result("task", seed=0)}
+    assert parse_result({**new_result("task", seed=4), **fields}).seed == 4
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda d: d.pop("metrics"), "has no 'metrics'"),
+        (lambda d: d.update(metrics={}), "metrics is empty"),
+        (lambda d: d["metrics"]["accuracy"].pop("n"), "metrics: accuracy has no 'n'"),
+        (lambda d: d["metrics"]["accuracy"].update(value=float("nan")), "must be a finite number"),
+        (lambda d: d["metrics"]["accuracy"].update(value="0.5"), "must be a finite number"),
+        (lambda d: d.update(schema_version=99), "schema_version 99 is not known"),
+        (lambda d: d.update(kind="taks"), "kind 'taks' is not possible"),
+        (lambda d: d.update(attention=["favor+"]), "attention: .* is neither 'softmax' nor"),
+        (lambda d: d.update(samples_per_second=-1), "above zero or null"),
+        (lambda d: d["dataset"].pop("fingerprint"), "dataset has no 'fingerprint'"),
+    ],
+)
+def test_documents_that_are_wrong(change, message):
+    document = copy.deepcopy(task())
+    change(document)
+    with pytest.raises(ValueError, match=message):
+        parse_result(document, "x.json")
+
+
+def test_files_that_are_wrong(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json is not a JSON document"):
+        read_results(tmp_path)
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"x\.json must be a JSON object"):
+        read_results(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_document_is_read_or_refused(data):
+    document = copy.deepcopy(data.draw(st.sampled_from([task(), speed()])))
+    document[data.draw(st.sampled_from(sorted(document)))] = data.draw(JSON)
+    with contextlib.suppress(ValueError):
+        parse_result(document)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_attention_is_compared_or_refused(checkpoint, data):
+    attention = data.draw(
+        st.dictionaries(st.sampled_from(["mechanism", "far", "layers", "num_features"]), JSON | st.just("fmm"))
+        | st.fixed_dictionaries({"layers": st.dictionaries(st.text(max_size=3) | st.just("0-1"), JSON)})
+    )
+    with contextlib.suppress(ValueError):
+        result = parse_result(task(attention))
+        assert CheckpointFolder(checkpoint).holds(result.attention) in (True, False)
+        assert isinstance(attention_label(result.attention), str) and isinstance(
+            mechanism_names_in(result.attention), list
+        )
