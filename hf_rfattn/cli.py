@@ -181,14 +181,12 @@ def _convert(
     """Load a model and its tokenizer, change them, and save them into a new folder."""
     import transformers
 
-    import hf_rfattn  # noqa: F401  # lets patched checkpoints load
-
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another one.")
     transformers.logging.set_verbosity_error()
-    loaded = model_class(load_config(name)).from_pretrained(name)
+    loaded = model_class(load_config(name)).from_pretrained(name, trust_remote_code=False)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     change(loaded, tokenizer)

@@ -53,11 +53,14 @@ def load_config(name: str) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The class the checkpoint was saved from, or AutoModel."""
+    """The model class the checkpoint was saved from, or AutoModel."""
     import transformers
 
-    known = [getattr(transformers, name) for name in config.architectures or () if hasattr(transformers, name)]
-    return known[0] if known else transformers.AutoModel
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    return transformers.AutoModel
 
 
 def parse_attention(attention: str, assignments: list[str]) -> "MechanismConfig":

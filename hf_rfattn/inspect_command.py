@@ -200,8 +200,8 @@ def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) ->
     from . import attention_error
     from .integration.positions import learned_positions
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = cls.from_pretrained(name).eval()
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    model = cls.from_pretrained(name, trust_remote_code=False).eval()
     positions = learned_positions(model) or getattr(model.config, "max_position_embeddings", None)
     limits = (tokenizer.model_max_length, positions, MOST_TOKENS)
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))

@@ -9,7 +9,6 @@ configuration.py` explains the file; the report is made from OUTPUT/results and 
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -107,7 +106,7 @@ def _interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def finish(output: Path, console: Console) -> Mapping[str, Any]:
+def finish(output: Path, console: Console) -> None:
     """The report, its first table, and where everything is."""
     summary = read_summary(output / "results")
     written = write_report(summary, output)
@@ -118,7 +117,6 @@ def finish(output: Path, console: Console) -> Mapping[str, Any]:
     best = best_checkpoint(summary, output)
     if best:
         console.print(f"Best linear attention: {best.row}, {best.folder} (its card: README.md there)", soft_wrap=True)
-    return summary
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ accelerate launch recipes/finetune_snli.py --model google-bert/bert-base-uncased
 """
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from filelock import FileLock
-from training.batches import PadBatch, TrainingOrder
+from training.batches import PadBatch, TrainingOrder, check_share
 from training.data import find_source, fingerprint, load_split, take
 from training.language import split_blocks, tokens_of
 from training.models import attention_of, choose_length, load_tokenizer, needs_positions
@@ -25,11 +24,11 @@ from training.progress import Progress
 from training.results import PACKAGES, base_name, command
 from training.run import check_hub, quiet, told_at_once
 from training.state import PARTIAL, publish_folder
-from training.transfer import TRANSFER, transfer_document
+from training.transfer import TRANSFER, Inputs, transfer_document
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.bench.results import new_result, write_result
+from hf_rfattn.bench.results import new_result, without_folders, write_result
 from hf_rfattn.commands import load_config, model_class, parse_attention
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.documents import parse_result
@@ -98,21 +97,6 @@ class ConvertOptions:
             raise ValueError("--resume goes on with what --overwrite would delete; give one of them.")
 
 
-@dataclass
-class Share:
-    """What one process sees of all rows: its part of each batch, in an order that depends on the seed alone."""
-
-    rows: Dataset
-    collate: PadBatch
-    order: TrainingOrder
-    accelerator: Accelerator
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.order.batches(0):
-            mine = batch[self.accelerator.process_index :: self.accelerator.num_processes]
-            yield self.collate([self.rows[i] for i in mine])
-
-
 def convert(options: ConvertOptions) -> Path:
     """From the options to the result file; returns its path."""
     lock = output_lock(options)
@@ -129,8 +113,7 @@ def _convert(options: ConvertOptions, lock: FileLock) -> Path:
         if check_output(options):
             return output / RESULT
         accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-        if options.batch_size % accelerator.num_processes:
-            raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {accelerator.num_processes}.")
+        check_share(options.batch_size, accelerator.num_processes, 1)
     quiet(accelerator)
     tell = Progress(accelerator.is_main_process)
     result = new_result("transfer", seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
@@ -196,7 +179,7 @@ def _convert(options: ConvertOptions, lock: FileLock) -> Path:
             "command": command(accelerator),
         }
         parse_result(result)
-        write_result(result, output / MODEL / RESULTS / f"{TRANSFER}.json")
+        write_result(without_folders(result), output / MODEL / RESULTS / f"{TRANSFER}.json")
         write_card(output / MODEL, repo_id=options.push_to_hub)
         write_result(result, output / RESULT)
         shutil.rmtree(output / TRANSFER, ignore_errors=True)
@@ -240,14 +223,14 @@ def shares(
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     options: ConvertOptions,
-) -> tuple[Share, dict[str, Any]]:
+) -> tuple[Inputs, dict[str, Any]]:
     """What this process learns from, and the first batch, kept apart to measure errors on."""
     padding = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
     collate = PadBatch(padding, tokenizer.padding_side, needs_positions(model, tokenizer.padding_side))
     kept = rows.shuffle(seed=0)
     measure = collate([kept[i] for i in range(options.batch_size)])
     rest = kept.select(range(options.batch_size, len(kept)))
-    return Share(rest, collate, TrainingOrder(len(rest), options.batch_size, options.seed), accelerator), measure
+    return Inputs(rest, collate, TrainingOrder(len(rest), options.batch_size, options.seed), accelerator), measure
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:

@@ -294,6 +294,10 @@ def test_contexts_are_measured_together_where_they_fit():
     assert decode._groups(model, 1, [32, 64, 128], free=0) == [[32], [64], [128]]
 
 
+def test_a_mechanism_with_two_names_is_measured_once():
+    assert list(Settings([8], [1], ["softmax", "performer", "favor+"]).mechanisms) == ["favor+"]
+
+
 def test_some_mechanisms_only_and_the_default_model(monkeypatch, tmp_path):
     """Names between commas or one by one; without --model a random gpt2, here a small one."""
     small = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=30, bos_token_id=0, eos_token_id=0)

@@ -12,6 +12,7 @@ import hf_rfattn
 from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model
 from hf_rfattn.bench import results
 from hf_rfattn.cli import app
+from hf_rfattn.commands import model_class
 from hf_rfattn.mechanisms.registry import mechanism_aliases
 
 TEXT = "the cat sat on the mat and the dog sat on the cat"
@@ -64,6 +65,12 @@ def modernbert(tmp_path_factory):
     config.architectures = ["ModernBertModel"]
     config.save_pretrained(folder)
     return folder
+
+
+def test_a_config_names_models_only():
+    """Whatever a folder's config.json says, no other object of transformers is called."""
+    named = [transformers.BertConfig(architectures=[name]) for name in ("pipeline", "Trainer", "nothing", "BertModel")]
+    assert [model_class(config).__name__ for config in named] == ["AutoModel"] * 3 + ["BertModel"]
 
 
 def test_version_needs_no_command():

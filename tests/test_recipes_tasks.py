@@ -78,6 +78,10 @@ def test_the_result_file(bert, tmp_path):
     card = make_card(tmp_path / "model")
     assert card.evaluations[0].metric_value == result["metrics"]["accuracy"]["value"]
     assert (tmp_path / "model" / "README.md").exists()
+    # what would be published names no folder of this machine
+    sent = [path.read_text() for path in [*(tmp_path / "model").rglob("*.json"), tmp_path / "model" / "README.md"]]
+    assert result["options"]["output"] == str(tmp_path)
+    assert not [text for text in sent if str(tmp_path) in text or str(Path(bert).parent) in text]
 
 
 def test_attention_as_it_is_or_softmax(bert, tmp_path):

@@ -157,7 +157,7 @@ def test_distance_to_the_teacher(tuned):
     """By hand; and a student that is the teacher loses nothing but the task's own loss."""
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     options = RunOptions(model=tuned, distill="self", distill_weight=0.25, distill_temperature=3.0, distill_hidden=2.0)
-    teacher = make_teacher(training.run.make_accelerator(options), load(tuned), False, options)
+    teacher = make_teacher(training.run.make_accelerator(options), load(tuned), options)
     forget_processes()
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     batch = {"input_ids": torch.randint(4, 20, (2, 4)), "attention_mask": mask, "labels": torch.tensor([0, 2])}

@@ -32,6 +32,7 @@ from ..integration.cache import RecurrentLayer
 from ..integration.cost import attention_cost
 from ..integration.discovery import find_attention
 from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
+from .contenders import named_configs
 from .devices import DTYPES, check_device, check_dtype
 from .plotting import BASELINE, SOFTMAX
 from .results import load_average, new_result
@@ -71,7 +72,7 @@ class Settings:
     @property
     def mechanisms(self) -> dict[str, MechanismConfig]:
         names = [name for name in self.attention if name != SOFTMAX] if self.attention else mechanism_names()
-        return {name: resolve_config(name) for name in names}
+        return named_configs(names)
 
     @property
     def runs(self) -> int:
@@ -120,7 +121,7 @@ def load_model(settings: Settings) -> PreTrainedModel:
             model = GPT2LMHeadModel(GPT2Config(n_positions=positions))
     else:
         load_config(settings.model)  # for its clear errors
-        model = unpatch_model(AutoModelForCausalLM.from_pretrained(settings.model))
+        model = unpatch_model(AutoModelForCausalLM.from_pretrained(settings.model, trust_remote_code=False))
     model.set_attn_implementation("sdpa")
     nn.Module.to(model, device=settings.device, dtype=dtype)
     return model.eval()

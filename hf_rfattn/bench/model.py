@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import unpatch_model
-from ..commands import load_config
+from ..commands import load_config, model_class
 from ..hub.documents import parse_result
 from ..hub.folder import checkpoint_fingerprint
 from ..integration.cost import is_causal
@@ -98,7 +98,10 @@ class Settings:
 
     @property
     def model_name(self) -> str:
-        return self.base_model or (f"{self.model}-shaped, random weights" if self.model in SHAPES else self.model)
+        """A folder is called by its own name, never by its path."""
+        if self.model in SHAPES:
+            return self.base_model or f"{self.model}-shaped, random weights"
+        return self.base_model or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
 
 def measure_model(settings: Settings, progress: Report = lambda share, doing: None) -> dict[str, Any]:
@@ -155,9 +158,8 @@ def load_model(settings: Settings) -> tuple[PreTrainedModel, dict[str, Any]]:
                 if hasattr(part, name):
                     setattr(part, name, 0.0)
         spec = getattr(config.get_text_config(), SPEC, None)
-        architecture = next(iter(config.architectures or ()), "")
-        kind = getattr(transformers, architecture, transformers.AutoModel)
-        model = unpatch_model(kind.from_pretrained(settings.model, config=config))
+        kind = model_class(config)
+        model = unpatch_model(kind.from_pretrained(settings.model, config=config, trust_remote_code=False))
     if model.main_input_name != "input_ids":
         raise ValueError(f"{type(model).__name__} takes {model.main_input_name}; bench model gives it tokens.")
     model.set_attn_implementation("sdpa")

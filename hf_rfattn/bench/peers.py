@@ -24,7 +24,7 @@ from torch import Tensor
 from ..mechanisms import Mechanism, build_mechanism
 from .contenders import Contender
 
-PACKAGES = {"performer-pytorch": "performer_pytorch", "pytorch-fast-transformers": "fast_transformers"}
+PACKAGES = ("performer-pytorch", "pytorch-fast-transformers")
 PERFORMER, FAST_TRANSFORMERS = "performer-pytorch", "fast-transformers"
 NAMES = [PERFORMER, FAST_TRANSFORMERS]
 TOLERANCE = 1e-2

@@ -103,9 +103,24 @@ def machine(found: Mapping[str, Any]) -> str:
     >>> machine({"device": "cpu", "cpu": "Some CPU", "threads": 2}), machine({"device": "cuda", "gpu": "Some GPU"})
     ('Some CPU, 2 threads', 'Some GPU')
     """
-    if found["device"] != "cpu":
-        return str(found["gpu"])
-    return f"{found['cpu']}, {found['threads']} thread{'' if found['threads'] == 1 else 's'}"
+    device, threads = found.get("device", "cpu"), found.get("threads")
+    if device != "cpu":
+        return str(found.get("gpu") or device)
+    return f"{found.get('cpu') or 'a CPU'}" + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
+
+
+def without_folders(value: Any) -> Any:
+    """A document for others: absolute paths in it shrink to their last part.
+
+    >>> without_folders(["train.py", "--data=/home/me/snli", {"model": "/home/me/bert"}])
+    ['train.py', '--data=snli', {'model': 'bert'}]
+    """
+    if isinstance(value, str):
+        name, equals, path = value.rpartition("=")
+        return name + equals + (Path(path).name if Path(path).is_absolute() else path)
+    if isinstance(value, Mapping):
+        return {key: without_folders(each) for key, each in value.items()}
+    return [without_folders(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def load_average() -> list[float] | None:

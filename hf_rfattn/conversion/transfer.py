@@ -196,8 +196,8 @@ class Transfer:
                 )
         self.step, self.seconds = facts["step"], facts["seconds"]
         for layer in self.layers.values():
-            for key, value in facts["layers"][layer.name].items():
-                setattr(layer, key, value)
+            for key in layer.facts():
+                setattr(layer, key, facts["layers"][layer.name][key])
             for name, parameter in layer.parameters.items():
                 prefix = f"{layer.name}/{name}"
                 parameter.data.copy_(tensors[prefix])

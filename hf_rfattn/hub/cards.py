@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..commands import in_bytes
 from .citations import cite
-from .comparison import Comparison, compare, crossover, hardware, limitations, number, speeds
+from .comparison import Comparison, compare, crossover, limitations, number, speeds
 from .documents import Result, SpeedResult, TaskResult, TransferResult, read_results
 from .folder import CARD, PLOT, RESULTS, CheckpointFolder, attention_label, full_config, mechanism_names_in
 from .plots import plot_results
@@ -232,9 +232,7 @@ def _task_table(comparison: Comparison) -> dict[str, Any]:
         rows.append([_cell(attention_label(result.attention)), role, str(result.seed), *measured, *speed, memory])
     extra = any(row.result.document.get("transfer") for row in comparison.rows)
     more = " (attention transfer, without labels, came on top where a row had it)" if extra else ""
-    about = (
-        f"Data: {dataset}; examples: {examples}. Budget, the same for every row{more}: {budget}. On {hardware(own)}."
-    )
+    about = f"Data: {dataset}; examples: {examples}. Budget, the same for every row{more}: {budget}. On {own.machine}."
     return {"title": own.task, "about": about, "metrics": metrics, "rows": rows}
 
 
@@ -251,7 +249,7 @@ def _speed_table(speed: SpeedResult) -> dict[str, Any]:
     ]
     start = crossover(speed)
     return {
-        "about": f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {hardware(speed)}.",
+        "about": f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}.",
         "rows": rows,
         "crossover": "Not faster than softmax at the longest length measured."
         if start is None
@@ -268,7 +266,7 @@ def _transfer_table(transfer: TransferResult) -> dict[str, Any]:
     )
     columns = zip(transfer.layers, transfer.average, transfer.before, transfer.after, strict=True)
     return {
-        "about": f"Text: {dataset}, without labels; {settings}. On {hardware(transfer)}.",
+        "about": f"Text: {dataset}, without labels; {settings}. On {transfer.machine}.",
         "rows": [[f"`{_cell(layer)}`", *(number(error) for error in errors)] for layer, *errors in columns],
     }
 

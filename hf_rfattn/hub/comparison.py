@@ -213,17 +213,8 @@ def _speed(speed: SpeedResult) -> Iterator[str]:
             yield f"At {timing.length:,} tokens it takes more memory than softmax: {ratio} × ({where})."
     yield (
         f"Nothing is known of lengths beyond {speed.lengths[-1].length:,} tokens or of other hardware than "
-        f"{hardware(speed)}."
+        f"{speed.machine}."
     )
-
-
-def hardware(result: Result) -> str:
-    """What it was measured on, in a few words."""
-    found = result.document["hardware"]
-    if found.get("device", "cpu") == "cpu":
-        threads = f", {found['threads']} threads" if found.get("threads") else ""
-        return f"{found.get('cpu') or 'a CPU'}{threads}"
-    return str(found.get("gpu") or found["device"])
 
 
 def number(value: float, digits: int = 4) -> str:

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.results import SCHEMA_VERSION
+from ..bench.results import SCHEMA_VERSION, machine
 from .folder import check_attention
 
 LOWER_IS_BETTER = {"loss", "perplexity"}
@@ -67,6 +67,10 @@ class Result:
     attention: Any
     seed: int
     checkpoint: str | None
+
+    @property
+    def machine(self) -> str:
+        return machine(self.document["hardware"])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .comparison import OTHER_SEED, THIS, Comparison, hardware, number
+from .comparison import OTHER_SEED, THIS, Comparison, number
 from .documents import SpeedResult
 from .folder import SOFTMAX, attention_label, mechanism_names_in
 
@@ -61,5 +61,5 @@ def _lines(axes: "Axes", speed: SpeedResult, field: str, title: str, unit: float
         axes.plot([x for x, _ in measured], [y for _, y in measured], label=name, **line_style(name))
     log_log(axes, [t.length for t in speed.lengths])
     axes.xaxis.set_minor_formatter("")
-    axes.set(title=f"{title}, batch {speed.batch}, {speed.dtype}\n{hardware(speed)}", xlabel="tokens")
+    axes.set(title=f"{title}, batch {speed.batch}, {speed.dtype}\n{speed.machine}", xlabel="tokens")
     axes.legend(frameon=False)

@@ -46,7 +46,6 @@ class Mechanism(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.seed = seed
 
     def attend(self, inputs: Inputs) -> Tensor:
         """Attention output `[B, H, Lq, D]`; there are as many queries as keys when causal."""

@@ -57,7 +57,6 @@ class FavorAttention(LinearMechanism):
         num_kv_heads: int,
         head_dim: int,
         seed: tuple[int, ...],
-        **shape: Any,
     ):
         count = default_features(config.num_features, head_dim, config.antithetic, "antithetic features come in pairs")
         draw: dict[str, Any] = {
@@ -85,7 +84,6 @@ class FavorAttention(LinearMechanism):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             seed=seed,
-            **shape,
         )
 
 

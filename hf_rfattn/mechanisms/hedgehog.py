@@ -7,7 +7,6 @@ Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with S
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..features import HedgehogFeatures
 from .base import LinearMechanism
@@ -38,7 +37,6 @@ class HedgehogAttention(LinearMechanism):
         num_kv_heads: int,
         head_dim: int,
         seed: tuple[int, ...],
-        **shape: Any,
     ):
         count = default_features(config.num_features, 2 * head_dim, True, "features come in pairs, of Wx and of -Wx")
         super().__init__(
@@ -48,7 +46,6 @@ class HedgehogAttention(LinearMechanism):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             seed=seed,
-            **shape,
         )
 
 

@@ -15,7 +15,6 @@ def softmax_attention(
     causal: bool = False,
     scale: float | None = None,
     segments: Tensor | None = None,
-    dropout: float = 0.0,
 ) -> Tensor:
     """Exact softmax attention `[B, H, L, D]`; rows with no visible key give zeros."""
     mask = None
@@ -28,7 +27,6 @@ def softmax_attention(
         k,
         v,
         attn_mask=mask,
-        dropout_p=dropout,
         is_causal=causal and mask is None,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

@@ -9,7 +9,6 @@ from .plotting import draw_band, log_ticks, rate_line
 
 KINDS = {"sincos": "sine and cosine", "positive": "positive"}
 INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}
-MATRICES = {"scores": "before rows are normalised", "weights": "after rows are normalised"}
 IID, ORTHOGONAL, ONE, TWO, THREE = "iid", "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks"
 SUM = "sum of 3 blocks"
 PROJECTIONS = (IID, ORTHOGONAL, ONE, TWO, THREE, SUM)

@@ -17,14 +17,13 @@ STYLES: Mapping[str, tuple[str, str, str]] = {  # colour (Okabe and Ito), marker
 }
 
 
-def draw_band(axes: Axes, x: str, y: str, rows: Sequence[Mapping[str, Any]], name: str, **style: Any) -> None:
+def draw_band(axes: Axes, x: str, y: str, rows: Sequence[Mapping[str, Any]], name: str) -> None:
     """Column y of rows against column x with its columns low and high, in the style of a projection."""
     color, marker, line = STYLES[name]
-    style = {"color": color, "marker": marker, "linestyle": line, "markersize": 5, "label": name, **style}
     where = [row[x] for row in rows]
-    axes.plot(where, [row[y] for row in rows], **style)
+    axes.plot(where, [row[y] for row in rows], color=color, marker=marker, linestyle=line, markersize=5, label=name)
     low, high = [row["low"] for row in rows], [row["high"] for row in rows]
-    axes.fill_between(where, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.fill_between(where, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def rate_line(axes: Axes, counts: Sequence[int], start: float, power: float, label: str) -> None:

@@ -71,8 +71,8 @@ def load(name: str | None, text: str, most_tokens: int) -> tuple[PreTrainedModel
     transformers.logging.disable_progress_bar()
     folder = model_folder(name)
     load_config(folder)  # for its clear errors
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = unpatch_model(AutoModel.from_pretrained(folder)).float().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = unpatch_model(AutoModel.from_pretrained(folder, trust_remote_code=False)).float().eval()
     limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None), most_tokens)
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
     return model, dict(batch)

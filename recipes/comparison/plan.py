@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
-from training.batches import ShareOfBatches, TrainingOrder
+from training.batches import check_share
 from training.data import find_source
 from training.models import load_config
 from training.options import RunOptions, fields_as_arguments, parse_options
@@ -45,7 +46,7 @@ class Run:
     place: Mapping[str, Any] | None
     needs: str | None  # the name of a run that must have been made before
 
-    @property
+    @cached_property
     def options(self) -> RunOptions:
         return parse_options(RECIPES[self.recipe], self.words)
 
@@ -135,7 +136,7 @@ def _runs_of(number: int, part: Part, file: Configuration, output: Path) -> Iter
     for seed, length, processes, row in product(part.seeds or file.seeds, lengths, several, rows):
         if part.rows and row.label not in part.rows:
             continue
-        if theirs := OURS.intersection([*fields, *row.training]):
+        if theirs := OURS.intersection(name.replace("-", "_") for name in [*fields, *row.training]):
             raise ValueError(f"{part.label}: {', '.join(sorted(theirs))} cannot be set as training options.")
         name = "_".join(
             [_slug(part.label), _slug(row.label)]
@@ -177,7 +178,7 @@ def _check_run(run: Run) -> None:
     """What can be known without loading weights or data."""
     try:
         options = run.options
-        ShareOfBatches(TrainingOrder(1, options.batch_size, 0), 0, 0, 0, run.processes, options.accumulate)
+        check_share(options.batch_size, run.processes, options.accumulate)
         find_source(options.data, "owner/name", None, "sst2", None)
         if torch.accelerator.is_available() and run.processes > torch.accelerator.device_count():
             there = torch.accelerator.device_count()

@@ -63,17 +63,22 @@ class TrainingOrder:
             yield batch
 
 
+def check_share(batch_size: int, processes: int, passes: int) -> None:
+    """Every process gets as many rows of each batch, in every pass."""
+    if batch_size % (processes * passes):
+        raise ValueError(
+            f"--batch-size {batch_size} cannot be shared by {processes} processes in {passes} passes (--accumulate): "
+            f"it must be a multiple of {processes * passes}."
+        )
+
+
 class ShareOfBatches(Sampler[list[int]]):
     """What one process sees of an order: its part of each batch, in `passes` pieces, for the steps from `start` to
     `end`.
     """
 
     def __init__(self, order: TrainingOrder, start: int, end: int, rank: int, processes: int, passes: int):
-        if order.batch_size % (processes * passes):
-            raise ValueError(
-                f"--batch-size {order.batch_size} cannot be shared by {processes} processes in {passes} passes "
-                f"(--accumulate): it must be a multiple of {processes * passes}."
-            )
+        check_share(order.batch_size, processes, passes)
         self.order, self.start, self.end = order, start, end
         self.pieces = [slice(piece, None, processes * passes) for piece in range(rank * passes, (rank + 1) * passes)]
 

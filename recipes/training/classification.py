@@ -17,15 +17,15 @@ from .task import Metric, Prepared, Task
 
 USUAL_LENGTH = 128
 
+SCORES = (0.0, 5.0)  # of tasks without labels
+
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: the columns of its texts, its labels (none: a score between `least` and `most`), its splits."""
+    """A task: the columns of its texts, its labels (none: a score within SCORES), its splits."""
 
     texts: tuple[str, ...]
     labels: tuple[str, ...] = ()
-    least: float = 0.0
-    most: float = 5.0
     evaluation: tuple[str, ...] = ("validation",)
 
 
@@ -89,7 +89,7 @@ class ClassificationTask(Task[RunOptions]):
         if task.labels:
             check_labels(examples, len(task.labels), where)
         else:
-            check_scores(examples, task.least, task.most, where)
+            check_scores(examples, *SCORES, where)
         return examples
 
     def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

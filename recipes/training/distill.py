@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import hf_rfattn
 
-from .models import attention_of
+from .models import attention_of, has_new_head
 from .options import RunOptions
 
 LOGITS = ("logits", "start_logits", "end_logits")
@@ -61,13 +61,11 @@ def relative_error(given: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor
     return ((given - taught).square() * weight).sum() / (taught.square() * weight).sum()
 
 
-def make_teacher(
-    accelerator: Accelerator, student: PreTrainedModel, head_is_new: bool, options: RunOptions
-) -> Teacher | None:
+def make_teacher(accelerator: Accelerator, student: PreTrainedModel, options: RunOptions) -> Teacher | None:
     """The model of --distill, beside a student that has not been trained yet."""
     if options.distill is None:
         return None
-    if options.distill == SELF and head_is_new:
+    if options.distill == SELF and has_new_head(student, options):
         raise ValueError(
             "--distill self: the head of --model is new, so its logits teach nothing. Give the folder of a softmax "
             "model that was trained on this task."

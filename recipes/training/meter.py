@@ -17,11 +17,10 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        """Begin to count from nothing; a meter that runs goes on running."""
-        running = getattr(self, "_since", None) is not None
+        """Begin to count from nothing, when it is started."""
         self._seconds = 0.0
         self.samples = self.tokens = self.padded_tokens = 0
-        self._since: float | None = time.perf_counter() if running else None
+        self._since: float | None = None
 
     @property
     def running(self) -> bool:

@@ -28,7 +28,7 @@ class Progress:
     def phase(self, name: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
         """Within it, call what it gives once a step, with a note such as "loss 0.42" if there is one."""
         if not self.speaks:
-            yield lambda note="", steps=1: None
+            yield lambda note="": None
             return
         if self.console.is_terminal:
             yield from self._with_bar(name, total, done)
@@ -47,8 +47,8 @@ class Progress:
             self._bar = bar
         row = bar.add_task(name, total=total, completed=done, note="")
 
-        def advance(note: str = "", steps: int = 1) -> None:
-            bar.update(row, advance=steps)
+        def advance(note: str = "") -> None:
+            bar.update(row, advance=1)
             if note:
                 bar.update(row, note=note)
 
@@ -64,9 +64,9 @@ class Progress:
     def _with_lines(self, name: str, total: int, done: int) -> Iterator[Callable[..., None]]:
         started, first, last_note = time.monotonic(), done, ""
 
-        def advance(note: str = "", steps: int = 1) -> None:
+        def advance(note: str = "") -> None:
             nonlocal done, last_note
-            done += steps
+            done += 1
             last_note = note or last_note
             now = time.monotonic()
             if now - max(started, self._last_line) >= SECONDS_BETWEEN_LINES:

@@ -26,17 +26,17 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
-from hf_rfattn.bench.results import write_result
+from hf_rfattn.bench.results import without_folders, write_result
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.documents import STAGES
 from hf_rfattn.hub.folder import RESULTS
 
-from .batches import ShareOfBatches, TrainingOrder
+from .batches import TrainingOrder, check_share
 from .distill import make_teacher
 from .evaluation import evaluate, evaluation_loaders
 from .loop import Loop
 from .lora import add_adapters
-from .models import attention_of, has_new_head, mechanism_parameters, set_attention
+from .models import attention_of, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
 from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output, output_lock
@@ -97,7 +97,7 @@ def _run(task: Task, lock: FileLock) -> Path:
         set_attention(prepared.model, options)
         order, steps = plan(accelerator, prepared, options)
         check_space(output, sum(p.numel() for p in prepared.model.parameters()), options)
-        teacher = make_teacher(accelerator, prepared.model, has_new_head(prepared.model, options), options)
+        teacher = make_teacher(accelerator, prepared.model, options)
         error_before = first_look(prepared, order)
         if options.transfer_steps and not mechanism_parameters(prepared.model):
             raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
@@ -149,7 +149,7 @@ def _run(task: Task, lock: FileLock) -> Path:
             else transfer_document(transferred, options.batch_size)
         )
         document = finish_result(result, loop, attention, errors, taught)
-        write_result(document, output / MODEL / RESULTS / f"{task.name}.json")
+        write_result(without_folders(document), output / MODEL / RESULTS / f"{task.name}.json")
         if attention != "softmax":
             write_card(output / MODEL, repo_id=options.push_to_hub)
         write_result(document, output / RESULT)
@@ -260,20 +260,21 @@ def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> t
     lengths = prepared.train["length"][:] if options.group_by_length else None
     order = TrainingOrder(size, options.batch_size, options.seed, lengths)
     steps = options.max_steps or math.ceil(options.epochs * size / options.batch_size)
-    ShareOfBatches(order, 0, steps, 0, accelerator.num_processes, options.accumulate)  # raises if it cannot be shared
+    check_share(options.batch_size, accelerator.num_processes, options.accumulate)
     return order, steps
 
 
 def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
     """The first examples of the training, as a batch without labels."""
-    return model_inputs(prepared, order.epoch(0)[:ERROR_EXAMPLES])
+    return model_inputs(prepared.train, prepared.collate, order.epoch(0)[:ERROR_EXAMPLES])
 
 
 def first_look(prepared: Prepared, order: TrainingOrder) -> dict[str, Any] | None:
     """Before training: calibrate the features that want it, and measure the error against softmax."""
-    model, batch = prepared.model, a_few(prepared, order)
+    model = prepared.model
     if attention_of(model) == "softmax":
         return None
+    batch = a_few(prepared, order)
     if '"variance": "optimal"' in json.dumps(attention_of(model)):
         hf_rfattn.calibrate(model, batch)
     return short_error(model, batch)

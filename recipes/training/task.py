@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .data import Source
 from .options import RunOptions
 
+Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+
 Options = TypeVar("Options", bound=RunOptions)
 
 
@@ -47,7 +49,7 @@ class Prepared:
     examples: Mapping[str, Dataset]
     train: Dataset
     evaluation: Mapping[str, Dataset]
-    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    collate: Collate
     max_length: int
     facts: dict[str, Any] = field(default_factory=dict)  # for the result file
 

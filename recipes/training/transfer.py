@@ -2,38 +2,45 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from datasets import Dataset
 
 import hf_rfattn
 from hf_rfattn.hub.folder import RESULTS
 
 from .batches import TrainingOrder
 from .options import RunOptions
-from .task import Prepared
+from .task import Collate, Prepared
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 TRANSFER = "transfer"  # in the output folder, while the run is not finished; the name of its result file too
 
 
-def model_inputs(prepared: Prepared, rows: list[int]) -> dict[str, Any]:
-    """Training examples as a batch without labels."""
-    batch = prepared.collate([prepared.train[i] for i in rows])
+def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[str, Any]:
+    """Examples as a batch without labels."""
+    batch = collate([rows[i] for i in numbers])
     return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
 
 
+@dataclass(frozen=True)
 class Inputs:
-    """The share of one process of all training inputs, batch after batch, in the order of the training."""
+    """The share of one process of all examples, batch after batch without labels, in an order that depends on the seed
+    alone.
+    """
 
-    def __init__(self, prepared: Prepared, order: TrainingOrder, accelerator: Accelerator):
-        self.prepared, self.order = prepared, order
-        self.rank, self.processes = accelerator.process_index, accelerator.num_processes
+    rows: Dataset
+    collate: Collate
+    order: TrainingOrder
+    accelerator: Accelerator
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for rows in self.order.batches(0):
-            yield model_inputs(self.prepared, rows[self.rank :: self.processes])
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        for batch in self.order.batches(0):
+            yield model_inputs(self.rows, self.collate, batch[rank::processes])
 
 
 def transfer(
@@ -44,7 +51,7 @@ def transfer(
     return hf_rfattn.convert(
         prepared.model,
         None,
-        Inputs(prepared, order, accelerator),
+        Inputs(prepared.train, prepared.collate, order, accelerator),
         steps=options.transfer_steps,
         measure=measure,
         checkpoint=Path(options.output) / TRANSFER if options.save_every else None,
