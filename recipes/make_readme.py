@@ -303,9 +303,33 @@ def accuracy(documents: Results) -> str:
     found = [
         as_markdown(blocks, lambda image, name=name: _address(f"{name}/{image}"))
         for name in COMPARISONS
-        if (blocks := list(_comparison(name, documents)))
+        if (blocks := [block for block in _comparison(name, documents) if not isinstance(block, Image)])
     ]
     return "\n".join(found) or "Nothing has been compared yet."
+
+
+def pictures(documents: Results) -> str:
+    """From which length on it pays, and what it costs in accuracy."""
+    summary = _summary("accuracy", documents)
+    images = [block for block in _comparison("accuracy", documents) if isinstance(block, Image)]
+    if summary is None or not images:
+        return "Nothing has been compared yet."
+    judged = [table["model"] for table in summary["accuracy"]]
+    timed = [f"{each['model']}, {each['machine']}" for each in summary["speed"] if each["part"] == "length"]
+    titles = {"crossover.png": "from which length on it pays", "pareto.png": "what it costs in accuracy"}
+    shown = sorted(images, key=lambda image: list(titles).index(image.name))
+    return "\n".join(
+        [
+            _table(
+                [titles[image.name] for image in shown],
+                [[f"![{image.what}]({_address(f'accuracy/{image.name}')})" for image in shown]],
+            ),
+            "",
+            f"Left: {' and '.join(dict.fromkeys(timed))}, in training. Right: {' and '.join(dict.fromkeys(judged))}, "
+            f"fine-tuned without attention transfer ([accuracy](#accuracy) has both). {DROPOUT} [Speed](#speed) has larger "
+            "models, without dropout.",
+        ]
+    )
 
 
 def _summary(name: str, documents: Results) -> dict[str, Any] | None:
@@ -353,6 +377,7 @@ def which_when(documents: Results) -> str:
 
 
 SECTIONS: list[tuple[str, Callable[[Results], str]]] = [
+    ("pictures", pictures),
     ("guide", which_when),
     ("accuracy", accuracy),
     ("speed", speed),

@@ -117,7 +117,7 @@ def test_a_run_that_comes_before(planned, tmp_path):
         ({"tasks": [{"recipe": "glue"}]}, "tasks[0] has no 'label'"),
         ({"training": {"batchsize": 3}}, "unknown field 'batchsize' (did you mean --batch-size?)"),
         ({"training": {"seed": 3}}, "seed cannot be set as training options"),
-        ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training options"),
+        ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
         ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, output, recipes"),
         ({"training": {**QUICK, "epochs": "few"}}, "sst2_softmax_seed_0: argument --epochs"),
         ({"training": {**QUICK, "model": "./nowhere"}}, "--model: there is no folder './nowhere'"),

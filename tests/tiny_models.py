@@ -8,6 +8,7 @@ attention modules did.
 import argparse
 import dataclasses
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -322,7 +323,10 @@ def _refusal(name: str) -> str:
     try:
         patch_model(build(name), "favor+")
     except ValueError as error:
-        return str(error).partition("cannot be patched: ")[2].partition(". Nothing")[0].partition(" (")[0] or str(error)
+        if "only cross-attention" in str(error):
+            return "it has only cross-attention, which `cross_attention=True` patches"
+        reason = str(error).partition("cannot be patched: ")[2].partition(". Nothing")[0].partition(" (")[0]
+        return re.sub(r"a window of \d+ tokens", "a window", reason)  # the size is that of the tiny model
     raise RuntimeError(f"{name} was patched, but stands among those that are refused.")
 
 

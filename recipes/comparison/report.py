@@ -177,8 +177,8 @@ def speed_of(summary: Mapping[str, Any]) -> Iterator[Block]:
         "speed of all processes over as many times that of one with the same number of threads (100 % is perfect)."
     )
     headings = ["attention", "length", "processes", "samples/s", "tokens/s", "over softmax", "scaling", "peak memory"]
-    for part, where in dict.fromkeys((each["part"], each["machine"]) for each in entries):
-        found = [each for each in entries if (each["part"], each["machine"]) == (part, where)]
+    for part, model, where in dict.fromkeys((each["part"], each["model"], each["machine"]) for each in entries):
+        found = [each for each in entries if (each["part"], each["model"], each["machine"]) == (part, model, where)]
         rows = [
             [
                 each["row"],
@@ -193,7 +193,7 @@ def speed_of(summary: Mapping[str, Any]) -> Iterator[Block]:
             for each in found
         ]
         kinds = [kind(each["attention"], each["control"]) for each in found]
-        yield Table(f"{part}, {where} a process", headings, rows, kinds)
+        yield Table(f"{part}: {model}, {where} a process", headings, rows, kinds)
     if figure := crossover(summary):
         yield Image(
             "crossover.png", "Tokens a second in training by length; rings mark where a row equals softmax", figure

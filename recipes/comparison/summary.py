@@ -232,6 +232,7 @@ def _speeds(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
                 "part": part,
                 "row": row,
                 **_identity(first, []),
+                "model": first.model,
                 "length": length,
                 "processes": processes,
                 "machine": where,
