@@ -293,6 +293,8 @@ def _decode(name: str, document: dict[str, Any]) -> Iterator[str]:
         row = [cells.get((attention, batch, context)) for context in document["contexts"]]
         rows.append([attention, *("–" if cell is None else f"{cell['ms_per_token']['median']:.1f}" for cell in row)])
     yield _table(["", *(f"{context:,} tokens" for context in document["contexts"])], rows)
+    yield "Softmax is transformers' default cache, which copies all keys and values for every token."
+    yield _image(name, "Time of a token and bytes of cache by context")
 
 
 # The accuracy part --------------------------------------------------------------------------------------------------
@@ -326,8 +328,8 @@ def pictures(documents: Results) -> str:
             ),
             "",
             f"Left: {' and '.join(dict.fromkeys(timed))}, in training. Right: {' and '.join(dict.fromkeys(judged))}, "
-            f"fine-tuned without attention transfer ([accuracy](#accuracy) has both). {DROPOUT} [Speed](#speed) has larger "
-            "models, without dropout.",
+            f"fine-tuned without attention transfer ([accuracy](#accuracy) has both). {DROPOUT} [Speed](#speed) has "
+            "larger models, without dropout.",
         ]
     )
 
