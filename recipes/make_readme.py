@@ -317,7 +317,8 @@ def pictures(documents: Results) -> str:
     if summary is None or not images:
         return "Nothing has been compared yet."
     judged = [table["model"] for table in summary["accuracy"]]
-    timed = [f"{each['model']}, {each['machine']}" for each in summary["speed"] if each["part"] == "length"]
+    crossing = {each["part"] for each in summary["crossovers"]}
+    timed = [f"{each['model']}, {each['machine']}" for each in summary["speed"] if each["part"] in crossing]
     titles = {"crossover.png": "from which length on it pays", "pareto.png": "what it costs in accuracy"}
     shown = sorted(images, key=lambda image: list(titles).index(image.name))
     return "\n".join(

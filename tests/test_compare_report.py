@@ -182,8 +182,11 @@ def test_the_part_of_the_readme(documents, tmp_path):
     text = make_readme.accuracy(found)
     assert "| fmm | 73.0 ± 2.8 | 89.0 % |  |" in text and "- snli: sentence-transformers/" in text
     assert "| favor+ | 256 | 2 | 128 | 1,280 | 2.00 × | 80.0 % |" in text
-    shown = re.findall(r"\]\(recipes/results/(accuracy/\w+\.png)\)", text)
-    assert shown == ["accuracy/pareto.png", "accuracy/crossover.png"] and all((tmp_path / p).exists() for p in shown)
+    assert ".png" not in text  # they stand at the top
+    top = make_readme.pictures(found)
+    shown = re.findall(r"\]\(recipes/results/(accuracy/\w+\.png)\)", top)
+    assert shown == ["accuracy/crossover.png", "accuracy/pareto.png"] and all((tmp_path / p).exists() for p in shown)
+    assert f"Left: {documents[-1]['model']}, Test CPU, 2 threads" in top and documents[0]["model"] in top
 
 
 def test_plots(summary):

@@ -42,7 +42,7 @@ def test_everything_in_the_speed_part_comes_from_results(make_readme, tmp_path):
     (folder / "ops.json").write_text(json.dumps(document))
     (folder / "peers.json").write_text(json.dumps(with_peers))
     readme = tmp_path / "README.md"
-    compared = "".join(f"<!-- {name}:start -->\n<!-- {name}:end -->\n" for name in ("guide", "accuracy"))
+    compared = "".join(f"<!-- {name}:start -->\n<!-- {name}:end -->\n" for name in ("pictures", "guide", "accuracy"))
     readme.write_text(f"{compared}before\n<!-- speed:start -->\nold\n<!-- speed:end -->\nafter\n")
 
     make_readme.main(readme, folder)
@@ -67,5 +67,5 @@ def test_nothing_measured_and_markers_that_are_missing(make_readme):
     marked = "".join(f"<!-- {name}:start -->\n<!-- {name}:end -->\n" for name, _ in make_readme.SECTIONS)
     filled = make_readme.fill(marked, {})
     assert "Nothing has been measured yet." in filled and "Nothing has been compared yet." in filled
-    with pytest.raises(ValueError, match="must have <!-- guide:start -->"):
+    with pytest.raises(ValueError, match="must have <!-- pictures:start -->"):
         make_readme.fill("no markers", {})
