@@ -204,7 +204,10 @@ def test_what_each_step_buys():
     def run(row, before, taught, value, metric="accuracy"):
         seen = [("before training", before), *([("after transfer", taught)] if taught else [])]
         history = [{"step": 0, "stage": stage, "metrics": {metric: {"value": v, "n": 4}}} for stage, v in seen]
-        return parse_result(document("snli", row, value, metric=metric, history=history))
+        errors = {"before": {"overall": [0.5, 0.7]}, "after": {"overall": [0.1, 0.5]}} if taught else None
+        transfer = {"error": {"after": [0.1, 0.2]}} if taught else None
+        more = {"history": history, "attention_error": errors, "transfer": transfer}
+        return parse_result(document("snli", row, value, metric=metric, **more))
 
     summary = summarise([run("softmax", 0.8, None, 0.84), run("favor+", 0.2, 0.6, 0.63)])
     favor = summary["overview"][1]
@@ -215,6 +218,7 @@ def test_what_each_step_buys():
     text = as_markdown(report(summary))
     assert "| favor+ | 20.0 → 60.0 → 63.0 | 25.0 % | 75.0 % | 75.0 % |" in text
     assert "| softmax | 80.0 → 84.0 | 100.0 % | – | 100.0 % |" in text
+    assert "| favor+ | 0.60 → 0.15 → 0.30 |" in text and "| softmax | – |" not in text
     text = as_markdown(
         report(summarise([run("softmax", 30, None, 20, "perplexity"), run("favor+", 60, 40, 25, "perplexity")]))
     )

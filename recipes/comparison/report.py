@@ -108,6 +108,23 @@ def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
         shares = [f"mean share, {name}" for name in ("patched", "after transfer", "fine-tuned")]
     yield Paragraph(said)
     yield Table("", ["attention", *columns, *shares], rows, kinds)
+    yield from _errors(summary["overview"], tables)
+
+
+def _errors(overview: Sequence[Mapping[str, Any]], tables: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    rows, kinds = [], []
+    for each in overview:
+        cells = []
+        for table in tables:
+            errors = (_row_of(table, each["row"]) or {}).get("attention_error") or {}
+            steps = [errors.get(when) for when in ("before", "transferred", "after")]
+            cells.append(" → ".join(f"{step:.2f}" for step in steps if step is not None) or DASH)
+        if set(cells) != {DASH}:
+            rows.append([each["row"], *cells])
+            kinds.append(kind(each["attention"], each["control"]))
+    if rows:
+        yield Paragraph("The relative error of attention outputs against softmax at the same steps, mean over layers.")
+        yield Table("", ["attention", *(title_of(table, tables) for table in tables)], rows, kinds)
 
 
 def _row_of(table: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

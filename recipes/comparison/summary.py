@@ -163,15 +163,19 @@ def _identity(result: TaskResult, others: Iterable[Any]) -> dict[str, Any]:
 
 
 def _errors(results: Sequence[TaskResult]) -> dict[str, Any] | None:
-    """Mean over layers and seeds, before and after training; null for softmax."""
-    found = [result.document.get("attention_error") for result in results]
-    if not all(found):
-        return None
+    """Mean over layers and seeds, before training, after attention transfer and after training; null for softmax."""
+    found = []
+    for result in results:
+        errors, taught = result.document.get("attention_error"), result.document.get("transfer")
+        if not errors:
+            return None
+        at = {when: errors[when] and errors[when]["overall"] for when in ("before", "after")}
+        found.append({**at, "transferred": taught and taught["error"]["after"]})
     return {
-        when: statistics.mean(statistics.mean(each[when]["overall"]) for each in found)
-        if all(each and each[when] for each in found)
+        when: statistics.mean(statistics.mean(each[when]) for each in found)
+        if all(each[when] for each in found)
         else None
-        for when in ("before", "after")
+        for when in ("before", "transferred", "after")
     }
 
 
