@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .mechanisms.linear import LinearConfig
     from .mechanisms.rff import RffConfig
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AttentionError",
