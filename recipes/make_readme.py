@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from comparison.aims import aims
 from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
 from comparison.guide import guide
 from comparison.plots import pareto
@@ -37,6 +38,7 @@ COMPARISONS = {
     "language": "make compare CONFIG=language DATA=...",
     "stories": "make compare CONFIG=stories DATA=stories MODELS=...",
 }
+TAUGHT = ("transfer", "language", "stories")  # with attention transfer: what was aimed at is judged by these
 
 Results = dict[str, dict[str, Any]]
 
@@ -307,6 +309,8 @@ def accuracy(documents: Results) -> str:
         for name in COMPARISONS
         if (blocks := [block for block in _comparison(name, documents) if not isinstance(block, Image)])
     ]
+    if reached := list(aims([summary for name in TAUGHT if (summary := _summary(name, documents))])):
+        found.append(as_markdown(reached))
     return "\n".join(found) or "Nothing has been compared yet."
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from rich.table import Table as RichTable
 
-WORDS = ("options", "")  # headings of columns that hold no numbers
+WORDS = ("options", "", "aim", "reached")  # headings of columns that hold no numbers
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
