@@ -279,6 +279,17 @@ def test_licence_and_base_model(measured):
     assert "base_model" not in text and "license:" not in text and "not recorded here; look it up" in text
 
 
+def test_links_are_replaced_not_followed(measured, tmp_path):
+    """Files of the Hub's cache are links to what other models may share."""
+    for name in ("README.md", "results.png"):
+        (tmp_path / name).write_text("shared")
+        (measured / name).unlink(missing_ok=True)
+        (measured / name).symlink_to(tmp_path / name)
+    write_card(measured)
+    for name in ("README.md", "results.png"):
+        assert (tmp_path / name).read_text() == "shared" and not (measured / name).is_symlink()
+
+
 def test_plot(measured):
     write_card(measured)
     first = (measured / "results.png").read_bytes()

@@ -39,11 +39,16 @@ def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:
-    """Write it whole or not at all; folders are made."""
+    """As JSON; folders are made."""
+    write_whole(json.dumps(result, indent=2, ensure_ascii=False) + "\n", path)
+
+
+def write_whole(text: str, path: Path) -> None:
+    """All of it or nothing; a link is replaced, and what it points to left alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

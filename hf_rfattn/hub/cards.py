@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..bench.results import write_whole
 from ..commands import in_bytes
 from .citations import cite
 from .comparison import Comparison, compare, crossover, limitations, number, speeds
@@ -100,12 +101,11 @@ def write_card(
     """
     card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
     plot = card.folder.path / PLOT
+    plot.unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
     if card.comparisons or card.timings:
         plot_results(card.comparisons, card.timings, plot)
-    else:
-        plot.unlink(missing_ok=True)
     path = card.folder.path / CARD
-    path.write_text(render(card), encoding="utf-8")
+    write_whole(render(card), path)
     return path
 
 
