@@ -8,8 +8,12 @@ from .report import SOFTMAX, kind, percent, score
 
 Summary = Mapping[str, Any]
 
-# mean share of softmax's score: what it is of, the beginning of the names of its rows, and how much it should be
-SHARES = (("the best mechanism", "", 0.99), ("hedgehog", "hedgehog", 0.975), ("favor+", "favor+", 0.95))
+# mean share of softmax's score: of which rows the best (None: of all), and how much it should be
+SHARES = (
+    ("the best mechanism", None, 0.99),
+    ("hedgehog", ("hedgehog", "hedgehog 256"), 0.975),
+    ("favor+", ("favor+",), 0.95),
+)
 HALVES = ("band", "favor+")  # of fmm
 WHOLE = "fmm"
 HALVES_JUDGED_ON = ("SNLI", "SQuAD")
@@ -36,8 +40,8 @@ def _shares(summary: Summary) -> Iterator[list[str]]:
         for each in summary["overview"]
         if each["mean_share_of_softmax"] is not None and not kind(each["attention"], each["control"])
     }
-    for what, start, aim in SHARES if tasks > 1 else ():
-        of_it = {name: share for name, share in found.items() if name.startswith(start)}
+    for what, names, aim in SHARES if tasks > 1 else ():
+        of_it = {name: share for name, share in found.items() if names is None or name in names}
         if of_it:
             best = max(of_it, key=lambda name: of_it[name])
             reached = f"{percent(of_it[best])} ({best}, {tasks} tasks)"
