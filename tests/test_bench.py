@@ -305,7 +305,7 @@ def test_some_mechanisms_only_and_the_default_model(monkeypatch, tmp_path):
     arguments = ("--attention", "performer,band", "--attention", "softmax", "--attention", "linear")
     run("bench", "decode", "--contexts", "32", *QUICK, *arguments, "--output", tmp_path, "--dtype", "bfloat16")
     result = json.loads((tmp_path / "decode.json").read_text())
-    assert list(result["attention"]) == ["performer", "band", "linear"]
+    assert list(result["attention"]) == ["favor+", "band", "linear"]
     assert result["model"]["name"] == "gpt2-shaped, random weights" and result["model"]["dtype"] == "bfloat16"
     softmax = next(c for c in result["cells"] if c["attention"] == "softmax" and c["batch"] == 1)
     assert softmax["cache_bytes"] == softmax["predicted_cache_bytes"] == 32 * 2 * 16 * 2
