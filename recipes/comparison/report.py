@@ -254,7 +254,9 @@ def score(value: Mapping[str, Any], scale: float | None) -> str:
     """Scores in percent, others as they are."""
     factor = 100 / scale if scale else 1.0
     text = f"{factor * value['mean']:.1f}" if scale else number(value["mean"])
-    return text if value["spread"] is None else f"{text} ± {factor * value['spread']:.1f}"
+    if value["spread"] is None:
+        return text
+    return f"{text} ± {factor * value['spread']:.1f}" if scale else f"{text} ± {number(value['spread'], 2)}"
 
 
 def rate(value: Mapping[str, Any]) -> str:
