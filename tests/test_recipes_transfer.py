@@ -1,6 +1,8 @@
 """Conversion by recipe, fine-tuning from it, transfer within a run, learning from a softmax model, LoRA."""
 
 import json
+import sys
+from pathlib import Path
 
 import convert as recipe
 import finetune_lm
@@ -63,6 +65,14 @@ def convert(model, data, output, **fields):
         return json.loads(recipe.convert(options).read_text())
     finally:
         forget_processes()
+
+
+def test_what_would_be_published_names_no_folder(bert, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["convert.py", f"--model={bert}", "--data", texts])
+    result = convert(bert, texts, tmp_path / "converted")
+    assert f"--model={bert}" in result["command"]  # here it can be run again
+    sent = [path for path in (tmp_path / "converted" / "model").rglob("*") if path.suffix in (".json", ".md")]
+    assert len(sent) > 2 and not [path for path in sent if str(Path(bert).parent) in path.read_text()]
 
 
 def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
