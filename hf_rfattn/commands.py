@@ -63,6 +63,22 @@ def model_class(config: Any) -> Any:
     return transformers.AutoModel
 
 
+def longest_input(model: Any) -> int | None:
+    """How many tokens a model takes; None if its config names no limit."""
+    from .integration.positions import learned_positions
+
+    return learned_positions(model) or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def first_tokens(text: str, name: str, model: Any, most: int) -> Any:
+    """A text as a batch of one, by the tokenizer of that name; cut at `most` tokens, or what the model takes."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    limits = (tokenizer.model_max_length, longest_input(model), most)
+    return tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
+
+
 def parse_attention(attention: str, assignments: list[str]) -> "MechanismConfig":
     """The config of a mechanism with options NAME=VALUE, values in JSON or plain text.
 

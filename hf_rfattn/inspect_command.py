@@ -10,6 +10,7 @@ from rich.table import Table
 
 from .commands import (
     errors_without_traceback,
+    first_tokens,
     in_bytes,
     load_config,
     model_class,
@@ -195,16 +196,10 @@ def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[d
 
 def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) -> dict[str, Any]:
     """Number of tokens of the text that were used, and the error on them."""
-    from transformers import AutoTokenizer
-
     from . import attention_error
-    from .integration.positions import learned_positions
 
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     model = cls.from_pretrained(name, trust_remote_code=False).eval()
-    positions = learned_positions(model) or getattr(model.config, "max_position_embeddings", None)
-    limits = (tokenizer.model_max_length, positions, MOST_TOKENS)
-    batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
+    batch = first_tokens(text, name, model, MOST_TOKENS)
     _patch(model, config)
     return {"tokens": batch["input_ids"].numel(), "error": attention_error(model, batch)}
 

@@ -14,10 +14,10 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from filelock import FileLock
-from training.batches import PadBatch, TrainingOrder, check_share
+from training.batches import TrainingOrder, check_share
 from training.data import find_source, fingerprint, load_split, take
 from training.language import split_blocks, tokens_of
-from training.models import attention_of, choose_length, load_tokenizer, needs_positions
+from training.models import attention_of, choose_length, collator, load_tokenizer
 from training.options import described, flag, parse_options
 from training.output import MODEL, RESULT, check_output, open_output, output_lock
 from training.progress import Progress
@@ -225,8 +225,7 @@ def shares(
     options: ConvertOptions,
 ) -> tuple[Inputs, dict[str, Any]]:
     """What this process learns from, and the first batch, kept apart to measure errors on."""
-    padding = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
-    collate = PadBatch(padding, tokenizer.padding_side, needs_positions(model, tokenizer.padding_side))
+    collate = collator(model, tokenizer)
     kept = rows.shuffle(seed=0)
     measure = collate([kept[i] for i in range(options.batch_size)])
     rest = kept.select(range(options.batch_size, len(kept)))

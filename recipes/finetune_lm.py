@@ -15,10 +15,17 @@ from accelerate import PartialState
 from datasets import Dataset
 from metrics.perplexity.perplexity import Perplexity
 from torch import Tensor
-from training.batches import PadBatch
 from training.data import Source, find_source, load_split
 from training.language import config_from_scratch, split_blocks, split_windows, tokens_of, train_tokenizer
-from training.models import choose_length, load_config, load_model, load_tokenizer, ready_to_train, with_padding
+from training.models import (
+    choose_length,
+    collator,
+    load_config,
+    load_model,
+    load_tokenizer,
+    ready_to_train,
+    with_padding,
+)
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Metric, Prepared, Task
@@ -88,7 +95,7 @@ class LanguageTask(Task[LanguageOptions]):
             examples=examples,
             train=split_blocks(tokens_of(examples["train"], tokenizer), length),
             evaluation={split: split_windows(tokens_of(examples[split], tokenizer), length, stride)},
-            collate=PadBatch({"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}),
+            collate=collator(model, tokenizer, labels=-100),
             max_length=length,
         )
 

@@ -14,9 +14,8 @@ from datasets import Dataset
 from metrics.squad.squad import Squad
 from torch import Tensor
 from training.answers import encode_windows, find_answer
-from training.batches import PadBatch
 from training.data import Source, find_source, load_split, take
-from training.models import choose_length, load_config, load_model, load_tokenizer
+from training.models import choose_length, collator, load_config, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Metric, Prepared, Task
@@ -74,11 +73,6 @@ class SquadTask(Task[SquadOptions]):
         }
         inputs = [name for name in INPUTS if name in rows["train"].column_names]
         self.windows = {split: rows[split].select_columns(["starts", "ends", "null_position", "example"])}
-        padding = {
-            "input_ids": tokenizer.pad_token_id,
-            "attention_mask": 0,
-            "token_type_ids": tokenizer.pad_token_type_id,
-        }
         return Prepared(
             model=model,
             tokenizer=tokenizer,
@@ -86,7 +80,7 @@ class SquadTask(Task[SquadOptions]):
             examples=self.examples,
             train=rows["train"].select_columns(inputs),
             evaluation={split: rows[split].select_columns(inputs)},
-            collate=PadBatch(padding),
+            collate=collator(model, tokenizer),
             max_length=length,
             facts={"windows": {name: len(part) for name, part in rows.items()}},
         )

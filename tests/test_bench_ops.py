@@ -72,7 +72,7 @@ def test_the_nearest_shape_of_this_machine_is_found(tmp_path, monkeypatch):
     shape = {"head_dim": 64, "num_features": None, "causal": False, "folder": tmp_path}
 
     found = find_crossover("favor+", **shape)
-    assert found.length == 384 and found.threads == 2
+    assert found.length == 384
     assert found.source.startswith(f"{tmp_path / 'ops.json'}: ops, favor+, 64 features, heads of 64, bidirectional inf")
     assert results.hardware()["cpu"] in found.source and "128 to 16,384 tokens" in found.source
     assert find_crossover("favor+", **shape | {"num_features": 200}).length == 1024
@@ -92,12 +92,6 @@ def test_the_nearest_shape_of_this_machine_is_found(tmp_path, monkeypatch):
     assert find_crossover("favor+", **shape | {"num_features": 128}).length == 77
     crossover_file(tmp_path, "later.json", [{"length": 500}], **later)
     assert find_crossover("favor+", **shape).length == 500
-
-    monkeypatch.chdir(tmp_path)
-    assert find_crossover("favor+", **shape | {"folder": None}) is None
-    (tmp_path / "bench_out").mkdir()
-    (tmp_path / "later.json").rename(tmp_path / "bench_out" / "ops.json")
-    assert find_crossover("favor+", **shape | {"folder": None}).length == 500
 
 
 def test_what_is_slow_runs_less_often():

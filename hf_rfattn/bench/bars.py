@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .peers import FAST_TRANSFORMERS, PERFORMER
+from .results import rounded
 
 SHAPE = {"heads": 12, "head_dim": 64, "threads": 2}  # batch times heads
 GIGABYTE = 10**9
@@ -143,7 +144,7 @@ def _crossover(document: dict[str, Any], causal: bool, features: int, most: int)
 
 def _growth(causal: bool, training: bool, cells: Cells) -> dict[str, Any]:
     times = {cell["length"]: cell["milliseconds"]["median"] for cell in cells}
-    growth = float(f"{times[16384] / times[4096]:.4g}") if {4096, 16384} <= set(times) else None
+    growth = rounded(times[16384] / times[4096]) if {4096, 16384} <= set(times) else None
     what = f"growth of time from 4,096 to 16,384 tokens, {_round(causal, training)}, M = 64"
     bar = _bar(what, growth, AT_MOST, 4.6, "×")
     both = [cell for cell in cells if cell["length"] in (4096, 16384) and "shares" in cell]
@@ -160,5 +161,5 @@ def _memory(document: dict[str, Any], causal: bool) -> dict[str, Any]:
         wanted = (row["name"], row["features"], row["causal"], row["length"]) == ("favor+", 64, causal, 65536)
         if wanted and "step_bytes" in row:
             where = f"the whole process {row['peak_bytes'] / GIGABYTE:.2f} GB"
-            return _bar(what, float(f"{row['step_bytes'] / GIGABYTE:.3g}"), AT_MOST, 4, "GB", where)
+            return _bar(what, rounded(row["step_bytes"] / GIGABYTE, 3), AT_MOST, 4, "GB", where)
     return _bar(what, None, AT_MOST, 4, "GB")

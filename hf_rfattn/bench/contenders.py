@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from .plotting import SOFTMAX
+from .results import rounded
 
 LENGTH = 200  # of the check: neither a power of two nor a whole number of tiles
 MAGNITUDE = 0.25  # of queries and keys in the check: small, so that the epsilons of peers do not decide it
@@ -104,15 +105,15 @@ def check(
     B, H, D = shape
     generator = torch.Generator().manual_seed(seed)
     q, k, v, g = (torch.randn(B, H, LENGTH, D, generator=generator, dtype=torch.float64) for _ in range(4))
-    rounded = [x.to(dtype).to(device) for x in (magnitude * q, magnitude * k, v, g)]
+    given = [x.to(dtype).to(device) for x in (magnitude * q, magnitude * k, v, g)]
 
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_(training) for x in tensors[:3]]
         out = attend(*leaves)
         return [out.detach(), *(torch.autograd.grad(out, leaves, tensors[3]) if training else ())]
 
-    expected = run(lambda q, k, v: contender.weights(q, k) @ v, [x.double() for x in rounded])
-    found = run(contender.attend, contender.inputs(*rounded))
+    expected = run(lambda q, k, v: contender.weights(q, k) @ v, [x.double() for x in given])
+    found = run(contender.attend, contender.inputs(*given))
     if contender.length_first:
         found = [x.transpose(1, 2) for x in found]
     deviations = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
@@ -121,7 +122,7 @@ def check(
     tolerance = max(contender.tolerance, TOLERANCE[dtype])
     return {
         "magnitude": magnitude,
-        "deviation": float(f"{deviation:.3g}") if math.isfinite(deviation) else None,
+        "deviation": rounded(deviation, 3) if math.isfinite(deviation) else None,
         "tolerance": tolerance,
         "passed": deviation <= tolerance,
     }

@@ -13,8 +13,6 @@ from typing import Any
 
 from .results import SCHEMA_VERSION, hardware, machine
 
-FOLDER = Path("bench_out")  # where benchmarks write unless told otherwise
-
 
 def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> tuple[int | None, int | None]:
     """The shortest measured length from which on a mechanism stays faster than softmax, and where between the measured
@@ -51,7 +49,6 @@ class Crossover:
 
     length: int | None
     source: str
-    threads: int
 
 
 def find_crossover(
@@ -61,11 +58,11 @@ def find_crossover(
     num_features: int | None,
     causal: bool,
     training: bool = False,
-    folder: Path | None = None,
+    folder: Path,
 ) -> Crossover | None:
     """What benchmarks on this machine found; None if there are none of this mechanism and direction.
 
-    Results are looked for in `folder`, by default `bench_out` where this process runs. Of those whose processor is that
+    Results are looked for in `folder`. Of those whose processor is that
     of this machine, the one measured with the nearest head size and then the nearest number of features counts (the
     head size, if None is given); of equals the latest. Float32 goes before other types, and `bench ops`, which measures
     more lengths, before `bench model`.
@@ -84,7 +81,7 @@ def find_crossover(
 
     candidates = [
         (path, document, found)
-        for path, document in sorted(_results(folder or FOLDER), key=lambda each: each[1]["created"], reverse=True)
+        for path, document in sorted(_results(folder), key=lambda each: each[1]["created"], reverse=True)
         if all(document["hardware"][key] == here[key] for key in ("device", "cpu", "cores"))
         for found in document["crossovers"]
         if (found["attention"], found["causal"], found["training"]) == (mechanism, causal, training)
@@ -92,7 +89,7 @@ def find_crossover(
     if not candidates:
         return None
     path, document, found = min(candidates, key=distance)
-    return Crossover(found["length"], _source(path, document, found), document["hardware"]["threads"])
+    return Crossover(found["length"], _source(path, document, found))
 
 
 def _results(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMH
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import patch_model, unpatch_model
-from ..commands import in_bytes, load_config
+from ..commands import in_bytes, load_config, longest_input
 from ..integration.cache import RecurrentLayer
 from ..integration.cost import attention_cost
 from ..integration.discovery import find_attention
@@ -35,7 +35,7 @@ from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
 from .contenders import named_configs
 from .devices import DTYPES, check_device, check_dtype
 from .plotting import BASELINE, SOFTMAX
-from .results import load_average, new_result
+from .results import load_average, new_result, rounded
 from .timing import Competitor, Spread, Watch, import_psutil, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state
@@ -146,10 +146,9 @@ def _check_positions(model: PreTrainedModel, length: int) -> None:
     try:
         Decoder(patched, batch=1, context=length - 1, tokens=1, seed=0).prepare()
     except IndexError as error:
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         raise ValueError(
-            f"This {model.config.model_type} has {positions} positions, fewer than the {length} that the longest "
-            "context and the tokens after it need; give shorter --contexts."
+            f"This {model.config.model_type} has {longest_input(model)} positions, fewer than the {length} that the "
+            "longest context and the tokens after it need; give shorter --contexts."
         ) from error
 
 
@@ -285,16 +284,12 @@ def _measure_group(
             spread = Spread.of([1000 * s / settings.tokens for s in own])
             cell |= {
                 "ms_per_token": spread.to_dict(),
-                "tokens_per_second": _rounded(1000 * batch / spread.median),
-                "tokens_per_second_over_softmax": None if softmax is None else _rounded(median_ratio(softmax, own)),
+                "tokens_per_second": rounded(1000 * batch / spread.median),
+                "tokens_per_second_over_softmax": None if softmax is None else rounded(median_ratio(softmax, own)),
                 "cache_bytes": held[name, context],
                 "predicted_cache_bytes": predicted_cache_bytes(model, batch, context),
             }
     return cells
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def cache_bytes(cache: Any) -> int:

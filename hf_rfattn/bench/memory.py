@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..mechanisms import MechanismConfig, build_mechanism
+from .results import rounded
 from .timing import import_psutil
 
 WARMUP_LENGTH = 256
@@ -63,7 +64,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         "before_bytes": before,
         "peak_bytes": peak,
         "step_bytes": peak - before,
-        "seconds": float(f"{seconds[0]:.3g}"),
+        "seconds": rounded(seconds[0], 3),
     }
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import unpatch_model
-from ..commands import load_config, model_class
+from ..commands import load_config, longest_input, model_class
 from ..hub.documents import parse_result
 from ..hub.folder import checkpoint_fingerprint
 from ..integration.cost import is_causal
@@ -37,7 +37,7 @@ from .decode import describe, share_weights
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
 from .memory import bytes_around
 from .plotting import BASELINE, SOFTMAX
-from .results import load_average, new_result
+from .results import load_average, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions
@@ -179,10 +179,9 @@ def _check_length(model: PreTrainedModel, settings: Settings) -> None:
     try:
         _infer(cheap, _inputs(model, 1, length, settings.seed))
     except IndexError as error:
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         raise ValueError(
-            f"This {model.config.model_type} has {positions} positions, too few for {length:,} tokens; give shorter "
-            "--lengths."
+            f"This {model.config.model_type} has {longest_input(model)} positions, too few for {length:,} tokens; give "
+            "shorter --lengths."
         ) from error
 
 
@@ -245,17 +244,13 @@ def _measure_round(
         cell: dict[str, Any] = {"attention": name, "features": _features(models[name]), "length": length}
         cell |= {"batch": batch, "training": training, "milliseconds": spread.to_dict()}
         cell |= {
-            "samples_per_second": _rounded(1000 * batch / spread.median),
-            "tokens_per_second": _rounded(1000 * batch * length / spread.median),
-            "speed_over_softmax": _rounded(median_ratio(seconds[SOFTMAX], own)),
+            "samples_per_second": rounded(1000 * batch / spread.median),
+            "tokens_per_second": rounded(1000 * batch * length / spread.median),
+            "speed_over_softmax": rounded(median_ratio(seconds[SOFTMAX], own)),
             "step_bytes": None if around is None else around[1] - around[0],
         }
         cells.append(cell)
     return cells
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _features(model: PreTrainedModel) -> int | None:
@@ -303,7 +298,7 @@ def speed_documents(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         for length in result["lengths"]:
             row: dict[str, Any] = {"length": length}
             for whose, key in ((SOFTMAX, (SOFTMAX, length)), ("patched", (name, length))):
-                row[f"{whose}_seconds"] = _rounded(cells[key]["milliseconds"]["median"] / 1000)
+                row[f"{whose}_seconds"] = rounded(cells[key]["milliseconds"]["median"] / 1000)
                 if cells[key]["step_bytes"]:
                     row[f"{whose}_peak_bytes"] = result["weights_bytes"] + cells[key]["step_bytes"]
             rows.append(row)

@@ -23,7 +23,7 @@ from .limits import Product, matrix_products, other_parts, run_products
 from .memory import training_memory
 from .peers import PACKAGES, check_peers, peers
 from .plotting import SOFTMAX
-from .results import load_average, new_result
+from .results import load_average, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions
@@ -271,7 +271,7 @@ def _ratios(key: Key, seconds: dict[Key, list[float]]) -> dict[str, Any]:
     """
 
     def speed_over(other: Key) -> float | None:
-        return float(f"{median_ratio(seconds[other], seconds[key]):.4g}") if other in seconds else None
+        return rounded(median_ratio(seconds[other], seconds[key])) if other in seconds else None
 
     kind, name, features = key
     if kind == SOFTMAX:
@@ -280,13 +280,13 @@ def _ratios(key: Key, seconds: dict[Key, list[float]]) -> dict[str, Any]:
     if kind == "mechanism":
         limit = (LIMIT, name, features)
         if limit in seconds:
-            found["time_over_limit"] = float(f"{median_ratio(seconds[key], seconds[limit]):.4g}")
+            found["time_over_limit"] = rounded(median_ratio(seconds[key], seconds[limit]))
         parts = {part: (part, name, features) for part in PARTS}
         if all(other in seconds for other in parts.values()):
             found["shares"] = {"products": 1 / found["time_over_limit"]} | {
                 part: median_ratio(seconds[other], seconds[key]) for part, other in parts.items()
             }
-            found["shares"] = {part: float(f"{share:.3g}") for part, share in found["shares"].items()}
+            found["shares"] = {part: rounded(share, 3) for part, share in found["shares"].items()}
         peers = [other for other in seconds if other[0] == "peer" and other[2] == features]
         if peers and name == "favor+":
             found["speed_over_peers"] = {other[1]: speed_over(other) for other in peers}

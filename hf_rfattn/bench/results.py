@@ -128,6 +128,15 @@ def without_folders(value: Any) -> Any:
     return [without_folders(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+def rounded(value: float, digits: int = 4) -> float:
+    """To so many significant digits, as result files hold numbers.
+
+    >>> rounded(0.00123456)
+    0.001235
+    """
+    return float(f"{value:.{digits}g}")
+
+
 def load_average() -> list[float] | None:
     """Of the last 1, 5 and 15 minutes: what else the machine was doing."""
     return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .results import rounded
+
 Name = TypeVar("Name", bound=Hashable)
 
 FEWEST = 3  # repetitions of what takes too long for more
@@ -173,7 +175,7 @@ class Spread:
         Spread(median=3.0, lower=2.0, upper=4.0, count=5)
         """
         quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
-        lower, median, upper = (float(f"{value:.{digits}g}") for value in quartiles)
+        lower, median, upper = (rounded(value, digits) for value in quartiles)
         return cls(median, lower, upper, len(samples))
 
     def to_dict(self) -> dict[str, Any]:

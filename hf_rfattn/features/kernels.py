@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 class Kernel(NamedTuple):
     value: Callable[[Tensor], Tensor]  # of differences [..., D]
-    frequencies: Callable[[tuple[int, ...], Generator], Tensor]  # ω, iid by coordinate, float64
+    frequencies: Callable[[tuple[int, ...], Generator], Tensor] | None  # ω, iid by coordinate; None: normal
     least: Callable[[Tensor, int], Tensor]  # smallest value at squared distance r2 in D dimensions
 
 
@@ -30,7 +30,7 @@ def _laplace_draw(shape: tuple[int, ...], generator: Generator) -> Tensor:
 KERNELS: dict[str, Kernel] = {
     "gaussian": Kernel(
         value=lambda delta: torch.exp(-delta.square().sum(-1) / 2),
-        frequencies=lambda shape, generator: torch.randn(shape, generator=generator, dtype=torch.float64),
+        frequencies=None,
         least=lambda r2, dim: torch.exp(-r2 / 2),
     ),
     "laplace": Kernel(

@@ -322,10 +322,11 @@ class FourierFeatures(RandomFeatures):
         self.draw()
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        if self.kernel == "gaussian":
+        draw = KERNELS[self.kernel].frequencies
+        if draw is None:
             buffers = super().sample(generator)
         else:
-            buffers = {"projection": KERNELS[self.kernel].frequencies(tuple(self.projection.shape), generator)}
+            buffers = {"projection": draw(tuple(self.projection.shape), generator)}
         if self.form == "cos":
             shape = tuple(self.phase.shape)
             buffers["phase"] = 2 * math.pi * torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -159,7 +159,7 @@ def render(card: Card) -> str:
             limitations=limitations(card.comparisons, card.timings),
             runs=[_reproduce(r) for r in [*(c.own for c in card.comparisons), *card.timings, *card.transfers]],
             results_folder=RESULTS,
-            citations=cite(card.mechanisms, spec["layers"]),
+            citations=cite({"layers": spec["layers"]}),
         )
     )
 

@@ -1,9 +1,10 @@
 """The papers behind the mechanisms, as BibTeX; the entries are in references.bib."""
 
-import json
 import re
 from importlib.resources import files
 from typing import Any
+
+from .folder import mechanism_names_in, needs_calibration
 
 PAPERS = {
     "favor+": ["choromanski2021performers"],
@@ -23,14 +24,16 @@ def bibliography() -> dict[str, str]:
     return {entry[entry.index("{") + 1 : entry.index(",")]: entry for entry in entries if entry}
 
 
-def cite(names: list[str], attention: Any) -> list[str]:
-    """Entries for mechanisms by name, and for FAVOR++ if it is among the options of `attention`.
+def cite(attention: Any) -> list[str]:
+    """Entries for the mechanisms of a result's `attention`, FAVOR++ among them if its options ask for it.
 
-    >>> [entry.partition(",")[0] for entry in cite(["fmm", "favor+"], {})]
+    >>> [entry.partition(",")[0] for entry in cite({"mechanism": "fmm", "far": ["favor+"]})]
     ['@inproceedings{nguyen2021fmmformer', '@inproceedings{choromanski2021performers']
+    >>> [entry.partition(",")[0] for entry in cite({"mechanism": "favor+", "variance": "optimal"})]
+    ['@inproceedings{choromanski2021performers', '@inproceedings{likhosherstov2022chefs']
     """
-    keys = [key for name in names for key in PAPERS.get(name, [])]
-    if '"variance": "optimal"' in json.dumps(attention):
+    keys = [key for name in mechanism_names_in(attention) for key in PAPERS.get(name, [])]
+    if needs_calibration(attention):
         keys.append(FAVOR_PLUS_PLUS)
     entries = bibliography()
     return [entries[key] for key in dict.fromkeys(keys)]

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bench.crossover import measured_crossover
+from ..bench.results import rounded
 from .documents import Metric, Result, SpeedResult, TaskResult
 from .folder import SOFTMAX, CheckpointFolder, mechanism_names_in
 
@@ -124,12 +126,7 @@ def control_of(attention: Any, others: Iterable[Any]) -> str | None:
 
 def crossover(speed: SpeedResult) -> int | None:
     """The measured length from which on the model is faster than softmax, if there is one."""
-    found = None
-    for timing in reversed(speed.lengths):
-        if timing.speed <= 1:
-            break
-        found = timing.length
-    return found
+    return measured_crossover([t.length for t in speed.lengths], [t.speed for t in speed.lengths])[0]
 
 
 def limitations(comparisons: Sequence[Comparison], timings: Sequence[SpeedResult]) -> list[str]:
@@ -223,5 +220,5 @@ def number(value: float, digits: int = 4) -> str:
     >>> number(0.56999), number(1234567.0), number(3)
     ('0.57', '1,235,000', '3')
     """
-    rounded = float(f"{value:.{digits}g}")
-    return f"{int(rounded):,}" if rounded == int(rounded) else f"{rounded:,.12f}".rstrip("0")
+    value = rounded(value, digits)
+    return f"{int(value):,}" if value == int(value) else f"{value:,.12f}".rstrip("0")

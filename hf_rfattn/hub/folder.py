@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..commands import option_value
 from ..integration.patching import parse_layers
 from ..mechanisms import resolve_config
 
@@ -156,16 +157,30 @@ def full_config(config: Any) -> Any:
     return {k: [full_config(v) for v in value] if k == "far" else value for k, value in document.items()}
 
 
+def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
+    """The document of every mechanism of a result's `attention`, defaults spelt out, those inside "far" last."""
+    configs = list(attention["layers"].values()) if _has_layers(attention) else [attention]
+    full = [config for config in map(full_config, configs) if isinstance(config, Mapping)]
+    far = [part for config in full for part in config.get("far", ()) if isinstance(part, Mapping)]
+    return [config for config in [*full, *far] if "mechanism" in config]
+
+
 def mechanism_names_in(attention: Any) -> list[str]:
-    """Every mechanism of a result's `attention`, each once, those inside "far" last.
+    """Their names, each once.
 
     >>> mechanism_names_in({"mechanism": "fmm", "far": ["elu"]})
     ['fmm', 'linear']
     """
-    configs = list(attention["layers"].values()) if _has_layers(attention) else [attention]
-    full = [config for config in map(full_config, configs) if isinstance(config, Mapping)]
-    far = [part for config in full for part in config.get("far", ()) if isinstance(part, Mapping)]
-    return list(dict.fromkeys(config["mechanism"] for config in [*full, *far] if "mechanism" in config))
+    return list(dict.fromkeys(config["mechanism"] for config in mechanisms_in(attention)))
+
+
+def needs_calibration(attention: Any) -> bool:
+    """Whether it has features whose variance is optimal only for data that was measured (FAVOR++).
+
+    >>> needs_calibration({"mechanism": "fmm", "far": [{"mechanism": "favor+", "variance": "optimal"}]})
+    True
+    """
+    return any(config.get("variance") == "optimal" for config in mechanisms_in(attention))
 
 
 def attention_label(attention: Any) -> str:
@@ -193,7 +208,7 @@ def _changed_options(config: Mapping[str, Any], default: Mapping[str, Any]) -> I
             if option == "far":
                 yield f"far=({', '.join(map(attention_label, value))})"
             else:
-                yield f"{option}={value if isinstance(value, str) else json.dumps(value)}"
+                yield f"{option}={option_value(value)}"
 
 
 def _has_layers(attention: Any) -> bool:

@@ -19,12 +19,11 @@ _LONGEST = 2**40
 class AttentionCost:
     """Cost of one attention module on one sequence; memory in bytes.
 
-    Causal: what generation must keep after `length` tokens, against the key and value cache of softmax. Bidirectional:
+    Causal: what generation must keep, against the key and value cache of softmax. Bidirectional:
     features (and scores within the band) of all tokens, against the matrix of scores, which fused kernels compute in
     pieces and never store as a whole.
     """
 
-    length: int
     multiply_adds: int
     softmax_multiply_adds: int
     memory: int
@@ -53,7 +52,6 @@ def attention_cost(
         near = 0 if bandwidth is None else min(length, 2 * (bandwidth + globals_) + 1)
         memory = length * ((heads + kv_heads) * mechanism.num_features + heads * near) * torch.float32.itemsize
     return AttentionCost(
-        length=length,
         multiply_adds=heads * mechanism.multiply_adds(length, causal),
         softmax_multiply_adds=heads * head_dim * length * (length + 1 if causal else 2 * length),
         memory=memory,

@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -80,9 +80,7 @@ def run_study(study: Study, output: Path | None, advance: Advance = lambda doing
     return result
 
 
-def write_study(
-    study: Study | type[Study], result: Result, output: Path, plots: Sequence[str] = ("svg", "png")
-) -> list[Path]:
+def write_study(study: Study | type[Study], result: Result, output: Path) -> list[Path]:
     """The files of a result; returns their paths."""
     written = [output / f"{study.name}.json", output / f"{study.name}.csv"]
     write_result(result, written[0])
@@ -94,7 +92,7 @@ def write_study(
         writer.writerows(rows)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": study.name}):
         for name, figure in study.figures(result).items():
-            for kind in plots:
+            for kind in ("svg", "png"):
                 written.append(output / f"{name}.{kind}")
                 metadata = {"Date": None} if kind == "svg" else None  # the same data gives the same file
                 figure.savefig(written[-1], dpi=110, metadata=metadata)

@@ -20,13 +20,14 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
+from ..bench.results import rounded
 from ..bench.timing import Competitor, Spread, interleave, threads
 from ..features import FourierFeatures
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
 from .base import Advance, Result, Study, text_table
 from .chains_report import EXACT_LOG, EXACT_SCALED, KINDS, MANY, ONE, conclusions, error_figure, tables, time_figure
-from .intervals import mean_interval, round_digits
+from .intervals import mean_interval
 
 SIGNED_LENGTHS = (2, 3, 8)
 
@@ -92,7 +93,7 @@ class MrfStudy(Study):
                 row = {"varies": varies, **point._asdict(), "kind": kind, "error": interval.mean}
                 row |= {"low": interval.low, "high": interval.high}
                 mean = sum(sample[kind] for sample in samples) / len(samples)
-                rows.append(row | {"mean": round_digits(mean)})
+                rows.append(row | {"mean": rounded(mean)})
             advance(f"error by {varies.replace('_', ' ')}")
         signed = [self._signed(norm, advance) for norm in self.norms]
         with threads(self.threads) as count, torch.inference_mode():

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..bench.results import rounded
+
 Z = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -49,7 +51,7 @@ def ratio_interval(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> 
     if count > 1:
         spread = statistics.stdev(statistics.fmean(draw) for draw in zip(*influences, strict=True))
         half = student_quantile(count - 1) * spread / count**0.5
-    return Interval(*(round_digits(math.exp(x)) for x in (mean, mean - half, mean + half)))
+    return Interval(*(rounded(math.exp(x)) for x in (mean, mean - half, mean + half)))
 
 
 def mean_interval(samples: Sequence[float]) -> Interval:
@@ -68,11 +70,3 @@ def effective_count(samples: Sequence[float]) -> float:
     (4.0, 1.01)
     """
     return sum(samples) ** 2 / sum(sample**2 for sample in samples)
-
-
-def round_digits(value: float, digits: int = 4) -> float:
-    """
-    >>> round_digits(0.00123456)
-    0.001235
-    """
-    return float(f"{value:.{digits}g}")

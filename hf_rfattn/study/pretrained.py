@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from .. import patch_model, unpatch_model
-from ..commands import load_config
+from ..commands import first_tokens, load_config
 from ..integration.discovery import find_attention
 from ..integration.error import softmax_in_place
 from ..mechanisms import Mechanism
@@ -71,11 +71,8 @@ def load(name: str | None, text: str, most_tokens: int) -> tuple[PreTrainedModel
     transformers.logging.disable_progress_bar()
     folder = model_folder(name)
     load_config(folder)  # for its clear errors
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = unpatch_model(AutoModel.from_pretrained(folder, trust_remote_code=False)).float().eval()
-    limits = (tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None), most_tokens)
-    batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))
-    return model, dict(batch)
+    return model, dict(first_tokens(text, folder, model, most_tokens))
 
 
 def describe(name: str, model: PreTrainedModel, text: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
+from ..bench.results import rounded
 from .base import Advance, Result, Study, text_table
-from .intervals import round_digits
 from .pretrained import capture, describe, load, read_text
 
 MEASURES = {"frobenius": "Frobenius", "spectral": "spectral", "own": "Frobenius, of the remainder itself"}
@@ -58,7 +58,7 @@ class RankStudy(Study):
             if band:
                 values = [torch.linalg.svdvals(matrix.masked_fill(distance < band, 0)) for matrix in weights]
             relative = torch.cat([v / w[:, :1] for v, w in zip(values, whole, strict=True)])
-            spectra[str(band)] = [round_digits(x, 3) for x in relative.median(0).values.tolist()]
+            spectra[str(band)] = [rounded(x, 3) for x in relative.median(0).values.tolist()]
             for layer, (remainder, all_of_it) in enumerate(zip(values, whole, strict=True)):
                 columns = {
                     f"{measure} {tolerance:g}": ranks_needed(remainder, all_of_it, tolerance, measure)

@@ -16,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from ..bench.crossover import measured_crossover
 from ..bench.plotting import SOFTMAX, line_style, log_log
 from ..bench.timing import Competitor, Spread, interleave, median_ratio, threads
 from ..features.projections import seeded_generator
@@ -180,13 +181,7 @@ def first_below(pairs: list[tuple[int, float]]) -> int | None:
     >>> first_below([(1, 0.5), (2, 1.5), (4, 0.9), (8, 0.7)])
     4
     """
-    found = None
-    for size, ratio in pairs:
-        if ratio >= 1:
-            found = None
-        elif found is None:
-            found = size
-    return found
+    return measured_crossover([size for size, _ in pairs], [1 / ratio for _, ratio in pairs])[0]
 
 
 def _number(value: float) -> str:

@@ -9,9 +9,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from .batches import PadBatch
 from .data import check_labels, check_scores, find_source, load_split, take
-from .models import choose_length, load_config, load_model, load_tokenizer, needs_positions
+from .models import choose_length, collator, load_config, load_model, load_tokenizer
 from .options import RunOptions
 from .task import Metric, Prepared, Task
 
@@ -63,11 +62,6 @@ class ClassificationTask(Task[RunOptions]):
             split: part.map(encode, batched=True, remove_columns=part.column_names, desc=f"tokens of {split}")
             for split, part in examples.items()
         }
-        padding = {
-            "input_ids": tokenizer.pad_token_id,
-            "attention_mask": 0,
-            "token_type_ids": tokenizer.pad_token_type_id,
-        }
         return Prepared(
             model=model,
             tokenizer=tokenizer,
@@ -75,7 +69,7 @@ class ClassificationTask(Task[RunOptions]):
             examples=examples,
             train=rows["train"],
             evaluation={split: rows[split] for split in splits},
-            collate=PadBatch(padding, tokenizer.padding_side, needs_positions(model, tokenizer.padding_side)),
+            collate=collator(model, tokenizer),
             max_length=length,
         )
 

@@ -9,8 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.commands import parse_attention
+from hf_rfattn.commands import longest_input, parse_attention
 
+from .batches import PadBatch
 from .options import RunOptions
 
 
@@ -128,21 +129,9 @@ def mechanism_parameters(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if any(name.startswith(f"{p}.") for p in prefixes)}
 
 
-def longest_sequence(model: PreTrainedModel) -> int | None:
-    """How many positions the model has; None if nothing limits them."""
-    limit = getattr(model.config, "max_position_embeddings", None)  # GPT-2's n_positions answers to this name too
-    if limit is None:
-        return None
-    for module in model.modules():
-        table = getattr(module, "position_embeddings", None)
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            return limit - table.padding_idx - 1  # RoBERTa counts from behind its padding token
-    return limit
-
-
 def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
     """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
-    limit = longest_sequence(model)
+    limit = longest_input(model)
     if wanted is None:
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
@@ -151,6 +140,17 @@ def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int
             f"the model more first: hf_rfattn.extend_positions(model, {wanted}), save_pretrained, then --model."
         )
     return wanted
+
+
+def collator(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **others: int) -> PadBatch:
+    """Pads what the tokenizer gives, on its side; `others`: what fills further columns."""
+    side = tokenizer.padding_side
+    padding = {
+        "input_ids": tokenizer.pad_token_id,
+        "attention_mask": 0,
+        "token_type_ids": tokenizer.pad_token_type_id,
+    }
+    return PadBatch(padding | others, side, needs_positions(model, side))
 
 
 def needs_positions(model: PreTrainedModel, padding_side: str) -> bool:

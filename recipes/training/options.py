@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import json
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import yaml
 from transformers import HfArgumentParser
+
+from hf_rfattn.commands import option_value
 
 Options = TypeVar("Options", bound="RunOptions")
 
@@ -205,7 +206,7 @@ def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], wh
         if value is None:
             continue
         if isinstance(value, dict):
-            value = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items()]
+            value = [f"{k}={option_value(v)}" for k, v in value.items()]
         if not isinstance(value, list):
             words.append(f"--{name}={value}")
         elif value:

@@ -2,7 +2,6 @@
 
 import errno
 import importlib.util
-import json
 import math
 import os
 import shutil
@@ -29,7 +28,7 @@ import hf_rfattn
 from hf_rfattn.bench.results import without_folders, write_result
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.documents import STAGES
-from hf_rfattn.hub.folder import RESULTS
+from hf_rfattn.hub.folder import RESULTS, needs_calibration
 
 from .batches import TrainingOrder, check_share
 from .distill import make_teacher
@@ -275,7 +274,7 @@ def first_look(prepared: Prepared, order: TrainingOrder) -> dict[str, Any] | Non
     if attention_of(model) == "softmax":
         return None
     batch = a_few(prepared, order)
-    if '"variance": "optimal"' in json.dumps(attention_of(model)):
+    if needs_calibration(attention_of(model)):
         hf_rfattn.calibrate(model, batch)
     return short_error(model, batch)
 
