@@ -5,7 +5,7 @@
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
-# make readme   the sections of README.md that are made from recipes/results
+# make readme   the parts of README.md and recipes/results/README.md that are made from result files
 # make docs     the guides and the API reference as a site, into site/index.html
 # make dist     sdist and wheel, checked, into dist/
 # make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments

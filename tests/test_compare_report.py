@@ -4,14 +4,15 @@ import html.parser
 import json
 import re
 from itertools import product
+from pathlib import Path
 
+import make_readme
 import pytest
-from comparison.aims import aims
 from comparison.blocks import as_html, as_markdown
-from comparison.guide import guide
 from comparison.plots import best_of, crossover, pareto
 from comparison.report import report, write_report
 from comparison.summary import read_summary, summarise
+from readme import accuracy
 from result_documents import task
 
 from hf_rfattn.bench.results import write_result
@@ -172,19 +173,17 @@ def test_unreadable_results(tmp_path):
 
 def test_the_part_of_the_readme(documents, tmp_path):
     """From results in the folder accuracy; plots are drawn beside them, once."""
-    import make_readme
-
     for each in documents:
         each["comparison"]["accuracy"] = each["task"] != "lm"
     for i, each in enumerate(documents):
         write_result(each, tmp_path / "accuracy" / f"{i}.json")
     found = make_readme.read_documents(tmp_path)
     make_readme.draw_missing_plots(found, tmp_path)
-    text = make_readme.accuracy(found)
+    page, _ = make_readme.PAGES[Path("README.md")]
+    text = accuracy.whole(found, page)
     assert "| fmm | 73.0 ± 2.8 | 89.0 % |  |" in text and "- snli: sentence-transformers/" in text
     assert "| favor+ | 256 | 2 | 128 | 1,280 | 2.00 × | 80.0 % |" in text
-    assert ".png" not in text  # they stand at the top
-    top = make_readme.pictures(found)
+    top = accuracy.pictures(found, page)
     shown = re.findall(r"\]\(recipes/results/(accuracy/\w+\.png)\)", top)
     assert shown == ["accuracy/crossover.png", "accuracy/pareto.png"] and all((tmp_path / p).exists() for p in shown)
     assert f"Left: {documents[-1]['model']}, Test CPU, 2 threads" in top and documents[0]["model"] in top
@@ -224,70 +223,3 @@ def test_what_each_step_buys():
         report(summarise([run("softmax", 30, None, 20, "perplexity"), run("favor+", 60, 40, 25, "perplexity")]))
     )
     assert "| favor+ | 25 (1.250 ×) |  |" in text and "| favor+ | 60 → 40 → 25 |" in text and "mean share" not in text
-
-
-def test_the_guide_tells_what_was_measured():
-    def metric(mean):
-        return {"mean": mean, "spread": 0.01, "values": [mean]}
-
-    stages = {"before training": 0.5, "after transfer": 0.75}
-    rows = [{"row": name, "metric": metric(value)} for name, value in (("softmax", 0.8), ("fmm", 0.7), ("band", 0.6))]
-    table = {"part": "snli", "scale": 1, "rows": rows}
-    favor = {"row": "favor+", "mean_share_by_stage": stages, "mean_share_of_softmax": 0.9}
-    untaught = favor | {"row": "linear", "mean_share_by_stage": stages | {"after transfer": None}}
-    summary = {"accuracy": [table], "overview": [favor, untaught]}
-    crossing = {"attention": "favor+", "dtype": "float32", "features": 64, "causal": True}
-    crossings = [crossing | {"training": training, "interpolated": 1300 + training} for training in (False, True)]
-    ops = {"kind": "bench ops", "crossovers": crossings}
-    cell = {"attention": "fmm", "length": 99, "training": True, "speed_over_softmax": 3.21}
-    model = {"kind": "bench model", "model": {"name": "a bert"}, "lengths": [9, 99], "cells": [cell]}
-    times = {name: {"median": time} for name, time in (("softmax", 70.2), ("fmm", 20.1))}
-    cells = [{"attention": name, "context": 5, "batch": 1, "ms_per_token": time} for name, time in times.items()]
-    decode = {"kind": "bench decode", "contexts": [5], "batches": [1], "cells": cells}
-    lines = guide(summary, [ops, model, decode]).splitlines()
-    assert len(lines) == 4
-    assert (
-        lines[0].startswith("- **Length**, one causal layer") and "1,300 tokens to infer and 1,301 to train" in lines[0]
-    )
-    assert lines[1] == "- **A whole model**, a bert, 99 tokens: fmm trains 3.2 × as fast as softmax."
-    assert lines[2].endswith("favor+ 50.0 % → 75.0 % → 90.0 %.")  # a row without transfer has no such line
-    assert lines[3] == "- **Generation** after 5 tokens, milliseconds a token: softmax 70, fmm 20."
-    rows.append({"row": "favor+", "metric": metric(0.65)})
-    assert "beside each alone:** snli: softmax 80.0 ± 1.0, fmm 70.0 ± 1.0, band" in guide(summary, [])
-    assert guide(None, []) == "Nothing has been measured yet."
-
-
-def test_what_was_aimed_at_beside_what_was_reached():
-    def table(part, lower=False, **means):
-        rows = [
-            {
-                "row": name,
-                "attention": name,
-                "metric": {"mean": mean, "spread": spread, "values": []},
-                "over_softmax": mean / means["softmax"][0],
-            }
-            for name, (mean, spread) in means.items()
-        ]
-        return {"part": part, "scale": None if lower else 1, "lower_is_better": lower, "rows": rows}
-
-    def shares(**found):
-        overview = [{"row": name, "attention": name, "mean_share_of_softmax": share} for name, share in found.items()]
-        return [each | {"control": "no attention" if each["row"] == "average" else None} for each in overview]
-
-    close = table("SNLI", softmax=(0.8, 0), fmm=(0.72, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.0)})
-    clear = table("SQuAD", softmax=(0.8, 0), fmm=(0.74, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.02)})
-    overview = shares(softmax=1.0, hedgehog=0.9, fmm=0.985, **{"hedgehog 256": 0.975, "favor+": 0.949})
-    scores = {"accuracy": [close, clear], "overview": overview}
-    losses = table("stories", True, softmax=(4.0, 0), fmm=(4.24, 0), hedgehog=(5.0, 0), **{"favor+": (4.6, 0)})
-    text = as_markdown(list(aims([scores, {"accuracy": [losses], "overview": shares(softmax=None)}])))
-    reached = [line.split(" | ")[1:] for line in text.splitlines() if line.endswith("met |  |") or "met |" in line]
-    assert [line[0] for line in reached] == [
-        "98.5 % (fmm, 2 tasks)",
-        "97.5 % (hedgehog 256, 2 tasks)",
-        "94.9 % (favor+, 2 tasks)",
-        "fmm 72.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 0.0",
-        "fmm 74.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 2.0",
-        "1.060 × (fmm)",
-        "1.150 × (favor+)",
-    ]
-    assert [line[1].rstrip(" |") for line in reached] == ["not met", "met", "not met", "not met", "met", "met", "met"]

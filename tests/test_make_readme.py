@@ -1,32 +1,34 @@
-"""The parts of README.md that are made from result files."""
+"""The parts of README.md and of the page of results that are made from result files."""
 
-import importlib.util
 import json
+import re
 from pathlib import Path
 
+import make_readme
 import pytest
+from comparison.blocks import as_markdown
+from readme import studies
+from readme.aims import aims, said_of_aims
+from readme.guide import guide
+from readme.markdown import Page
 from test_bench_ops import QUICK as QUICK_OPS
 from test_cli import run
+
+from hf_rfattn.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def make_readme():
-    spec = importlib.util.spec_from_file_location("make_readme", ROOT / "recipes" / "make_readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("name", make_readme.PAGES, ids=str)
+def test_pages_are_what_the_results_say(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    found = make_readme.read_documents(ROOT / make_readme.RESULTS)
+    assert make_readme.fill(text, found, *make_readme.PAGES[name]) == text, "run `make readme`"
 
 
-def test_readme_is_what_the_results_say(make_readme):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert make_readme.fill(text, make_readme.read_documents(ROOT / "recipes" / "results")) == text, "run `make readme`"
-
-
-def test_everything_in_the_speed_part_comes_from_results(make_readme, tmp_path):
+def test_everything_in_the_speed_part_comes_from_results(tmp_path):
     """A run of each benchmark; plots are drawn once, and the second time nothing changes."""
-    folder = tmp_path / "results"
+    folder = tmp_path / make_readme.RESULTS
     asked = ("--lengths", "32,64", "--features", "8", "--dtypes", "float32")
     run("bench", "ops", *asked, *QUICK_OPS, "--output", folder)
     plot = folder / "ops.png"
@@ -41,31 +43,130 @@ def test_everything_in_the_speed_part_comes_from_results(make_readme, tmp_path):
     with_peers = document | {"peers": True, "bars": [bar], "checks": [check]}
     (folder / "ops.json").write_text(json.dumps(document))
     (folder / "peers.json").write_text(json.dumps(with_peers))
-    readme = tmp_path / "README.md"
-    compared = "".join(f"<!-- {name}:start -->\n<!-- {name}:end -->\n" for name in ("pictures", "guide", "accuracy"))
-    readme.write_text(f"{compared}before\n<!-- speed:start -->\nold\n<!-- speed:end -->\nafter\n")
+    for name, (_, parts) in make_readme.PAGES.items():
+        marked = "".join(f"before\n<!-- {part}:start -->\nold\n<!-- {part}:end -->\nafter\n" for part in parts)
+        (tmp_path / name).write_text(marked)
 
-    make_readme.main(readme, folder)
-    text = readme.read_text()
-    assert "before\n<!-- speed:start -->\n**One" in text and text.endswith("\n<!-- speed:end -->\nafter\n")
-    assert document["hardware"]["cpu"] in text and "1 thread, torch" in text
-    assert "| bidirectional, forward, float32 | favor+, M = 8 | 12.3 × |" in text
-    assert "| bidirectional, forward, M = 8 | performer-pytorch | 3.21 × | – |" in text
-    assert "`favor+` with M = 8 at every length measured (up to 64)" in text
-    assert "`favor+` with M = 8 at no length measured (from 32 on)" in text
-    assert "(causal, forward, float32) over `favor+` with M = 8 below about 45 tokens" in text
-    assert "0 of 1 met" in text and "| to fly | ≥ 2 m | 1.25 m | a | not met |" in text
-    assert "performer-pytorch is off by 50 %" in text
+    make_readme.main(tmp_path)
+    readme, page = ((tmp_path / name).read_text() for name in make_readme.PAGES)
+    assert "before\n<!-- speed:start -->\n**One" in page and "\n<!-- speed:end -->\nafter\n" in page
+    for text in (readme, page):
+        assert "old" not in text and document["hardware"]["cpu"] in text and "1 thread, torch" in text
+        assert "| bidirectional, forward, float32 | favor+, M = 8 | 12.3 × |" in text and "0 of 1 met" in text
+    assert "| bidirectional, forward, M = 8 | performer-pytorch | 3.21 × | – |" in page
+    assert "`favor+` with M = 8 at every length measured (up to 64)" in page
+    assert "`favor+` with M = 8 at no length measured (from 32 on)" in page
+    assert "(causal, forward, float32) over `favor+` with M = 8 below about 45 tokens" in page
+    assert "| to fly | ≥ 2 m | 1.25 m | a | not met |" in page and "](ops.png)" in page
+    assert "performer-pytorch is off by 50 %" in page
+    assert (
+        "3.21 × to 3.21 × that of performer-pytorch, from the worst" in readme
+        and "(recipes/results/ops.json)" in readme
+    )
     assert plot.read_bytes().startswith(b"\x89PNG") and (folder / "peers.png").exists()
 
-    written = plot.stat().st_mtime_ns, readme.stat().st_mtime_ns
-    make_readme.main(readme, folder)
-    assert (plot.stat().st_mtime_ns, readme.stat().st_mtime_ns) == written
+    written = [plot, *(tmp_path / name for name in make_readme.PAGES)]
+    before = [path.stat().st_mtime_ns for path in written]
+    make_readme.main(tmp_path)
+    assert [path.stat().st_mtime_ns for path in written] == before
 
 
-def test_nothing_measured_and_markers_that_are_missing(make_readme):
-    marked = "".join(f"<!-- {name}:start -->\n<!-- {name}:end -->\n" for name, _ in make_readme.SECTIONS)
-    filled = make_readme.fill(marked, {})
-    assert "Nothing has been measured yet." in filled and "Nothing has been compared yet." in filled
-    with pytest.raises(ValueError, match="must have <!-- pictures:start -->"):
-        make_readme.fill("no markers", {})
+def test_nothing_measured_and_markers_that_are_missing():
+    for page, parts in make_readme.PAGES.values():
+        marked = "".join(f"<!-- {part}:start -->\n<!-- {part}:end -->\n" for part in parts)
+        filled = make_readme.fill(marked, {}, page, parts)
+        assert all(f"<!-- {part}:start -->\nNothing has been " in filled for part in parts)
+        with pytest.raises(ValueError, match="must have <!-- "):
+            make_readme.fill("no markers", {}, page, parts)
+
+
+def test_every_study_is_told():
+    assert list(studies.STUDIES) == list(STUDIES)
+    found = make_readme.read_documents(ROOT / make_readme.RESULTS)
+    whole, short = (make(found, Page("")) for make in (studies.whole, studies.short))
+    for name in STUDIES:
+        conclusions = found[f"studies/{name}.json"]["conclusions"]
+        assert all(f"- {sentence}\n" in f"{whole}\n" for sentence in conclusions)
+        assert sum(sentence.replace("|", r"\|") in short for sentence in conclusions) == 1
+
+
+def test_links_and_plots_of_the_pages_are_there():
+    for name in make_readme.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:\s]+)[)#]", text):
+            assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_the_guide_tells_what_was_measured():
+    stages = {"before training": 0.5, "after transfer": 0.75}
+    shares = {"softmax": 1.0, "fmm": 0.7, "band": 0.6}
+    rows = [{"row": name, "over_softmax": share} for name, share in shares.items()]
+    table = {"part": "snli", "rows": rows}
+    favor = {"row": "favor+", "mean_share_by_stage": stages, "mean_share_of_softmax": 0.9}
+    untaught = favor | {"row": "linear", "mean_share_by_stage": stages | {"after transfer": None}}
+    summary = {"accuracy": [table], "overview": [favor, untaught]}
+    crossing = {"attention": "favor+", "dtype": "float32", "features": 64, "causal": True}
+    crossings = [crossing | {"training": training, "interpolated": 1300 + training} for training in (False, True)]
+    ops = {"kind": "bench ops", "crossovers": crossings}
+    cell = {"attention": "fmm", "length": 99, "training": True, "speed_over_softmax": 3.21}
+    model = {"kind": "bench model", "model": {"name": "a bert"}, "lengths": [9, 99], "cells": [cell]}
+    times = {name: {"median": time} for name, time in (("softmax", 70.2), ("fmm", 20.1))}
+    cells = [{"attention": name, "context": 5, "batch": 1, "ms_per_token": time} for name, time in times.items()]
+    decode = {"kind": "bench decode", "contexts": [5], "batches": [1], "cells": cells}
+    lines = guide(summary, [ops, model, decode]).splitlines()
+    assert len(lines) == 4
+    assert (
+        lines[0].startswith("- **Length**, one causal layer") and "1,300 tokens to infer and 1,301 to train" in lines[0]
+    )
+    assert lines[1] == "- **A whole model**, a bert, 99 tokens: fmm trains 3.2 × as fast as softmax."
+    assert lines[2].endswith("favor+ 50.0 % → 75.0 % → 90.0 %.")  # a row without transfer has no such line
+    assert lines[3] == "- **Generation** after 5 tokens, milliseconds a token: softmax 70, fmm 20."
+    rows.append({"row": "favor+", "over_softmax": 0.65})
+    other = {"part": "sst2", "rows": [{**row, "over_softmax": 0.8} for row in rows]}
+    lacking = {"part": "rte", "rows": rows[:2]}
+    told = guide({**summary, "accuracy": [table, other, lacking]}, [])
+    assert (
+        "beside each alone:** fmm 75.0 %, band 70.0 %, favor+ 72.5 % of softmax's score, mean over snli, sst2" in told
+    )
+    assert guide(None, []) == "Nothing has been measured yet."
+
+
+def test_what_was_aimed_at_beside_what_was_reached():
+    def table(part, lower=False, **means):
+        rows = [
+            {
+                "row": name,
+                "attention": name,
+                "metric": {"mean": mean, "spread": spread, "values": []},
+                "over_softmax": mean / means["softmax"][0],
+            }
+            for name, (mean, spread) in means.items()
+        ]
+        return {"part": part, "scale": None if lower else 1, "lower_is_better": lower, "rows": rows}
+
+    def shares(**found):
+        overview = [{"row": name, "attention": name, "mean_share_of_softmax": share} for name, share in found.items()]
+        return [each | {"control": "no attention" if each["row"] == "average" else None} for each in overview]
+
+    close = table("SNLI", softmax=(0.8, 0), fmm=(0.72, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.0)})
+    clear = table("SQuAD", softmax=(0.8, 0), fmm=(0.74, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.02)})
+    overview = shares(softmax=1.0, hedgehog=0.9, fmm=0.985, **{"hedgehog 256": 0.975, "favor+": 0.949})
+    scores = {"accuracy": [close, clear], "overview": overview}
+    losses = table("stories", True, softmax=(4.0, 0), fmm=(4.24, 0), hedgehog=(5.0, 0), **{"favor+": (4.6, 0)})
+    text = as_markdown(list(aims([scores, {"accuracy": [losses], "overview": shares(softmax=None)}])))
+    reached = [line.split(" | ")[1:] for line in text.splitlines() if line.endswith("met |  |") or "met |" in line]
+    assert [line[0] for line in reached] == [
+        "98.5 % (fmm, 2 tasks)",
+        "97.5 % (hedgehog 256, 2 tasks)",
+        "94.9 % (favor+, 2 tasks)",
+        "fmm 72.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 0.0",
+        "fmm 74.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 2.0",
+        "1.060 × (fmm)",
+        "1.150 × (favor+)",
+    ]
+    assert [line[1].rstrip(" |") for line in reached] == ["not met", "met", "not met", "not met", "met", "met", "met"]
+    (said,) = said_of_aims([scores])
+    assert said.startswith(
+        "**What was aimed at** in accuracy: 2 of 5 met; not met: the best mechanism: at least 99.0 %"
+    )
+    assert list(said_of_aims([])) == []

@@ -1,4 +1,4 @@
-"""Studies at toy size: what they measure and write, and the claims of the README's studies section, computed anew."""
+"""Studies at toy size: what they measure and write, and the claims of those that are committed, computed anew."""
 
 import csv
 import importlib.util
@@ -28,7 +28,6 @@ from hf_rfattn.study.projections import draw, sum_of_blocks, use_projection
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes" / "results" / "studies"
-SECTION = re.search("<!-- studies:start -->(.*)<!-- studies:end -->", (ROOT / "README.md").read_text("utf-8"), re.S)[1]
 SMALL = {
     "gram": dict(features=(8, 32), draws=2, length=16, pictures=(8,)),
     "mse": dict(dims=(16,), features=(8, 32), draws=2, short_draws=2, length=32, norms=(0.25, 1)),
@@ -319,7 +318,7 @@ def test_exact_and_counts():
     assert multiply_adds("matrices, M = 32", 1000, 7) > exact  # M² > |X|
 
 
-# What is committed, and what the README says of it
+# What is committed
 
 
 def committed(name):
@@ -344,32 +343,15 @@ def test_committed_figures_are_those_of_the_data(name, tmp_path):
     document = committed(name)
     if document["versions"]["matplotlib"] != matplotlib.__version__:
         pytest.skip("drawn with another matplotlib")
-    for path in write_study(study_class(name), document, tmp_path, plots=["svg"]):
+    for path in write_study(study_class(name), document, tmp_path):
+        if path.suffix == ".png":
+            continue  # the same picture, as another Pillow may pack it otherwise
         new, old = (re.sub('base64,[^"]*', "", p.read_text("utf-8")) for p in (path, RESULTS / path.name))
         assert new == old, path.name  # but for embedded images, which another Pillow packs otherwise
 
 
-def test_every_claim_of_the_readme_is_a_conclusion():
-    said = [line.removeprefix("- ") for line in SECTION.splitlines() if line.startswith("- ")]
-    known = [sentence for name in STUDIES for sentence in committed(name)["conclusions"]]
-    assert len(said) >= 12
-    for sentence in said:
-        assert sentence.replace("\\|", "|") in known, sentence
-
-
-def test_every_figure_of_the_readme_is_made_by_a_study():
-    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", SECTION)
-    made = {name for study in STUDIES for name in study_class(study).figures(committed(study))}
-    assert len(shown) >= 5
-    for path in shown:
-        assert (ROOT / path).exists() and Path(path).parent == Path("recipes/results/studies")
-        assert Path(path).stem in made
-    for name in STUDIES:
-        assert f"hf-rfattn study {name}" in SECTION
-
-
 def test_claims_about_a_real_model():
-    """The README's on heads and rank, on half of the text."""
+    """Those on heads and rank, on half of the text."""
     if importlib.util.find_spec(pretrained.DEMO_PACKAGE) is None:
         pytest.skip("the demo model is not installed")
     result = studies.run("heads", model="demo", tokens=256, features=(64,))

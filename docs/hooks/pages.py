@@ -8,7 +8,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md", "recipes/results/README.md")
 FOLDER = "project"
 COMMANDS = "reference/commands.md"
 LINK = re.compile(r"(?<!!)\[([^]\n]*)\]\(([^)#:\s]+)\)")

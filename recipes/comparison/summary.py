@@ -9,7 +9,7 @@ from typing import Any
 from hf_rfattn.bench.crossover import measured_crossover
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import SCHEMA_VERSION, machine
-from hf_rfattn.hub.comparison import NO_ATTENTION, control_of
+from hf_rfattn.hub.comparison import NEAR, NO_ATTENTION, control_of
 from hf_rfattn.hub.documents import STAGES, TaskResult, parse_result
 from hf_rfattn.hub.folder import attention_label, mechanism_names_in
 
@@ -200,7 +200,9 @@ def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict
 
 
 def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each row over all tables; the mean share is over those whose metric is a score, of rows in all of these."""
+    """Each row over all tables, softmax first and controls last; the mean share is over those whose metric is a score,
+    of rows in all of these.
+    """
     rows = _each(row["row"] for table in tables for row in table["rows"])
     overview = []
     for name in rows:
@@ -217,7 +219,7 @@ def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 },
             }
         )
-    return overview
+    return sorted(overview, key=lambda each: (each["control"] in (NEAR, NO_ATTENTION), each["attention"] != SOFTMAX))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

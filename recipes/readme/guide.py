@@ -1,18 +1,19 @@
 """Which mechanism, and when: a line for each thing that was measured, with its numbers; none where nothing was."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from .report import percent, score
+from comparison.report import percent
 
 Document = Mapping[str, Any]
 
 # what a line says, and the rows that show it
 COMPARED = {
-    "More features:": ["softmax", "hedgehog", "hedgehog 256"],
-    "Softmax kept in one layer of three:": ["softmax", "favor+", "favor+ and softmax"],
-    "A window and a far field, beside each alone:": ["softmax", "fmm", "band", "favor+"],
-    "Random and fixed features, beside no attention:": ["softmax", "rff", "linear", "average"],
+    "More features:": ["hedgehog", "hedgehog 256"],
+    "Softmax kept in one layer of three:": ["favor+", "favor+ and softmax"],
+    "A window and a far field, beside each alone:": ["fmm", "band", "favor+"],
+    "Random and fixed features, beside no attention:": ["rff", "linear", "average"],
 }
 
 
@@ -68,14 +69,14 @@ def _accuracy(summary: Mapping[str, Any]) -> Iterator[str]:
             f"**Convert first**, share of softmax's score, mean over {len(summary['accuracy'])} tasks, patched → after "
             f"attention transfer → fine-tuned: {'; '.join(steps)}."
         )
-    for label, rows in COMPARED.items():
-        told = []
-        for table in summary["accuracy"]:
-            found = {row["row"]: score(row["metric"], table["scale"]) for row in table["rows"]}
-            if all(name in found for name in rows):
-                told.append(f"{table['part']}: {', '.join(f'{name} {found[name]}' for name in rows)}")
-        if told:
-            yield f"**{label}** {'; '.join(told)}."
+    by_task = {
+        table["part"]: {row["row"]: row["over_softmax"] for row in table["rows"]} for table in summary["accuracy"]
+    }
+    for label, names in COMPARED.items():
+        shares = {part: rows for part, rows in by_task.items() if all(rows.get(name) is not None for name in names)}
+        if shares:
+            means = [f"{name} {percent(fmean(rows[name] for rows in shares.values()))}" for name in names]
+            yield f"**{label}** {', '.join(means)} of softmax's score, mean over {', '.join(shares)}."
 
 
 def _decode(document: Document) -> Iterator[str]:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .blocks import Block, Paragraph, Table
-from .report import SOFTMAX, kind, percent, score
+from comparison.blocks import Block, Paragraph, Table
+from comparison.report import SOFTMAX, kind, percent, score
 
 Summary = Mapping[str, Any]
+MET = "met"
 
 # mean share of softmax's score: of which rows the best (None: of all), and how much it should be
 SHARES = (
@@ -23,14 +24,25 @@ TIMES = (("fmm", ("fmm",), 1.06), ("a far field alone", ("favor+", "hedgehog"), 
 
 def aims(summaries: Sequence[Summary]) -> Iterator[Block]:
     """A table of them, if any was measured."""
-    rows = [row for summary in summaries for row in (*_shares(summary), *_wholes(summary), *_times(summary))]
-    if rows:
+    if rows := _rows(summaries):
         yield Paragraph("**What was aimed at**, and what was reached:")
         yield Table("", ["aim", "reached", ""], rows, [""] * len(rows))
 
 
+def said_of_aims(summaries: Sequence[Summary]) -> Iterator[str]:
+    """How many were reached, and all that were not."""
+    if rows := _rows(summaries):
+        missed = [f"{aim}: {reached}" for aim, reached, met in rows if met != MET]
+        said = f"**What was aimed at** in accuracy: {len(rows) - len(missed)} of {len(rows)} met"
+        yield f"{said}; not met: {'; '.join(missed)}." if missed else f"{said}."
+
+
+def _rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    return [row for summary in summaries for row in (*_shares(summary), *_wholes(summary), *_times(summary))]
+
+
 def _row(aim: str, reached: str, met: bool) -> list[str]:
-    return [aim, reached, "met" if met else "not met"]
+    return [aim, reached, MET if met else f"not {MET}"]
 
 
 def _shares(summary: Summary) -> Iterator[list[str]]:

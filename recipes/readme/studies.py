@@ -1,0 +1,85 @@
+"""The part on studies: what each command asks, and what it concluded from its own data."""
+
+from typing import NamedTuple
+
+from hf_rfattn.study import study_class
+
+from .markdown import Documents, Page, measured_on, table
+
+FOLDER = "studies"
+
+
+class Told(NamedTuple):
+    title: str
+    question: str
+    finding: int  # number of the conclusion that the README shows
+    options: str = ""  # of the command
+    note: str = ""
+
+
+STUDIES = {
+    "gram": Told(
+        "Kernels", "How fast do random Fourier features approach Gaussian, Laplace and Cauchy Gram matrices?", finding=0
+    ),
+    "mse": Told(
+        "Projections",
+        "What do orthogonal and Hadamard projections gain for the attention matrix, and how many blocks do the latter "
+        "need?",
+        finding=3,
+        note="The report this project grew from measured one Hadamard block and left three open. One block is biased "
+        "on inputs that few coordinates rule; three blocks, the default here, come close to orthogonal rows. More "
+        "blocks than one are a product by its own definition, and a sum where it prints them.",
+    ),
+    "time": Told(
+        "Time", "From which size on is the fast Walsh-Hadamard transform faster than a matrix product?", finding=1
+    ),
+    "heads": Told(
+        "Heads",
+        "Which heads of a pretrained model can each mechanism stand for before training?",
+        finding=1,
+        options="--model demo",
+    ),
+    "rank": Told(
+        "Rank",
+        "What rank has attention outside a band around its diagonal?",
+        finding=0,
+        options="--model demo",
+        note="The fast multipole view: attention as a band and a matrix of low rank. The rank for ε is the smallest "
+        "whose best approximation of what lies outside the band errs by ε‖A‖ (Frobenius; the CSV has the spectral norm "
+        "too).",
+    ),
+    "mrf": Told(
+        "Markov random fields", "How well do random features work for linear-chain Markov random fields?", finding=3
+    ),
+}
+
+
+def whole(documents: Documents, page: Page) -> str:
+    """All conclusions and all figures."""
+    parts = []
+    for name, told in STUDIES.items():
+        document = documents.get(f"{FOLDER}/{name}.json")
+        if document is None:
+            continue
+        parts.append(f"### {told.title}\n{told.question} `{_command(name, full=True)}`, on {measured_on(document)}.")
+        if told.note:
+            parts.append(told.note)
+        parts.append("\n".join(f"- {sentence}" for sentence in document["conclusions"]))
+        for figure in study_class(name).figures(document):
+            what = f"{told.title}: {figure.replace('_', ' ')}"
+            parts.append(f"![{what}]({page.address(f'{FOLDER}/{figure}.png')})")
+    return "\n\n".join(parts) or "Nothing has been studied yet."
+
+
+def short(documents: Documents, page: Page) -> str:
+    """What each asks, and one thing it found."""
+    rows = [
+        [f"`{_command(name)}`", told.question, documents[file]["conclusions"][told.finding]]
+        for name, told in STUDIES.items()
+        if (file := f"{FOLDER}/{name}.json") in documents
+    ]
+    return table(["command", "question", "a finding"], rows) if rows else "Nothing has been studied yet."
+
+
+def _command(name: str, full: bool = False) -> str:
+    return " ".join(filter(None, ["hf-rfattn study", name, STUDIES[name].options, "--full" if full else ""]))
