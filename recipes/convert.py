@@ -23,7 +23,7 @@ from training.output import MODEL, RESULT, check_output, open_output, output_loc
 from training.progress import Progress
 from training.results import PACKAGES, base_name, command
 from training.run import check_hub, quiet, told_at_once
-from training.state import PARTIAL, publish_folder
+from training.state import whole_folder
 from training.transfer import TRANSFER, Inputs, transfer_document
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -161,7 +161,9 @@ def _convert(options: ConvertOptions, lock: FileLock) -> Path:
         )
     tell.say(str(done))
     if accelerator.is_main_process:
-        save(model, tokenizer, output / MODEL)
+        with whole_folder(output / MODEL) as partial_folder:
+            model.save_pretrained(partial_folder)
+            tokenizer.save_pretrained(partial_folder)
         result |= {
             "model": base_name(options),
             "base_license": options.model_license,
@@ -230,16 +232,6 @@ def shares(
     measure = collate([kept[i] for i in range(options.batch_size)])
     rest = kept.select(range(options.batch_size, len(kept)))
     return Inputs(rest, collate, TrainingOrder(len(rest), options.batch_size, options.seed), accelerator), measure
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """Model and tokenizer, whole or not at all."""
-    partial_folder = target.with_name(PARTIAL + target.name)
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    model.save_pretrained(partial_folder)
-    tokenizer.save_pretrained(partial_folder)
-    shutil.rmtree(target, ignore_errors=True)
-    publish_folder(partial_folder, target)
 
 
 if __name__ == "__main__":

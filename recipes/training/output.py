@@ -23,7 +23,7 @@ from hf_rfattn.commands import in_bytes
 
 from .lora import without_adapters
 from .options import RunOptions, flag
-from .state import PARTIAL, STATES, flush, publish_folder
+from .state import STATES, flush, whole_folder
 from .task import Prepared
 from .transfer import TRANSFER
 
@@ -130,13 +130,10 @@ def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, t
         for name, source in prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
             if source in weights:
                 weights[name] = weights[source]
-        partial = target.with_name(PARTIAL + target.name)
-        shutil.rmtree(partial, ignore_errors=True)
-        with prepared.config_as_it_was():
-            accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
-        prepared.tokenizer.save_pretrained(partial)
-        shutil.rmtree(target, ignore_errors=True)
-        publish_folder(partial, target)
+        with whole_folder(target) as partial:
+            with prepared.config_as_it_was():
+                accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
+            prepared.tokenizer.save_pretrained(partial)
     accelerator.wait_for_everyone()
 
 

@@ -13,6 +13,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,16 @@ def publish_folder(partial: Path, target: Path) -> None:
         flush(path)
     os.rename(partial, target)
     flush(target.parent)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of the target if nothing fails."""
+    partial = target.with_name(PARTIAL + target.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(target, ignore_errors=True)
+    publish_folder(partial, target)
 
 
 def flush(path: Path) -> None:
