@@ -40,16 +40,17 @@ def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tupl
     return tuple(value for name, value in choices.items() if name in words)
 
 
-def load_config(name: str) -> Any:
-    """The config of a model in a folder or on the Hub."""
+def load_config(name: str, **changes: Any) -> Any:
+    """The config of a model in a folder or on the Hub, with some fields changed."""
     import transformers
 
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"There is no folder {name!r}.")
     try:
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     except OSError as error:
-        raise ValueError(f"{name!r} is not a model that can be read. {error}") from error
+        said = " ".join(str(error).strip().partition("\n\n")[0].split())
+        raise ValueError(f"{name!r} is not a model that can be read. {said}") from error
 
 
 def model_class(config: Any) -> Any:

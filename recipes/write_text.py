@@ -26,10 +26,10 @@ def main(
     """Texts sampled from a model at temperature 1, from nothing but its first token."""
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"{output} holds files already.", param_hint="--output")
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if tokenizer.bos_token_id is None:
         raise typer.BadParameter(f"The tokenizer of {model} has no first token to begin with.", param_hint="--model")
-    writer = AutoModelForCausalLM.from_pretrained(model).eval()
+    writer = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False).eval()
     torch.manual_seed(seed)
     texts: list[str] = []
     for start in track(range(0, train + validation, BATCH), description="writing"):

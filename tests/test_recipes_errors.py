@@ -56,7 +56,7 @@ def refused(capsys, recipe, output, **fields):
         ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
         ({"attention": "linear", "transfer_steps": 3}, "no parameters to teach"),
         ({"attention": "hedgehog", "distill": "self"}, "the head of --model is new"),
-        ({"model": "./nowhere"}, "--model: there is no folder './nowhere'"),
+        ({"model": "./nowhere"}, "--model: There is no folder './nowhere'"),
         ({"model": None}, "--model is missing"),
         ({"tokenizer": "./nowhere"}, "'./nowhere' has no tokenizer that can be read"),
         ({"data": "./nowhere"}, "neither a folder, nor a name on the Hub"),

@@ -85,6 +85,6 @@ def config_from_scratch(given: str, tokenizer: PreTrainedTokenizerBase) -> PreTr
         except (ValueError, TypeError) as error:
             raise ValueError(f"--from-scratch {given}: {' '.join(str(error).split())}") from error
     try:
-        return AutoConfig.from_pretrained(given, **tokens)
+        return AutoConfig.from_pretrained(given, trust_remote_code=False, **tokens)
     except OSError as error:
         raise ValueError(f"--from-scratch {given!r} is neither a JSON file nor a model's folder or name.") from error

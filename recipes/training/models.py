@@ -1,15 +1,14 @@
 """Loading a model and its tokenizer for a task, and giving the model its attention."""
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.commands import longest_input, parse_attention
+from hf_rfattn import commands
 
 from .batches import PadBatch
 from .options import RunOptions
@@ -19,22 +18,20 @@ def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
     """The model's config with what the task changes in it."""
     if options.model is None:
         raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
-    if not Path(options.model).is_dir() and (options.model.startswith((".", "/", "~")) or options.model.count("/") > 1):
-        raise ValueError(f"--model: there is no folder {options.model!r}.")
-    if options.init is not None:
-        return _converted_config(options, changes)
+    config = _read_config("--model", options.model, changes)
+    return config if options.init is None else _converted_config(options, config, changes)
+
+
+def _read_config(option: str, name: str, changes: dict[str, Any]) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(options.model, **changes)
-    except OSError as error:
-        raise ValueError(f"--model {options.model!r} cannot be read: {_first_line(error)}") from error
+        return commands.load_config(name, **changes)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
-def _converted_config(options: RunOptions, changes: dict[str, Any]) -> PreTrainedConfig:
+def _converted_config(options: RunOptions, base: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
     """That of --init, which must be the model of --model in all but its attention."""
-    try:
-        config, base = (AutoConfig.from_pretrained(name, **changes) for name in (options.init, options.model))
-    except OSError as error:
-        raise ValueError(f"--init {options.init!r} cannot be read: {_first_line(error)}") from error
+    config = _read_config("--init", str(options.init), changes)
     if getattr(config, "rfattn", None) is None:
         raise ValueError(f"--init {options.init!r} is not a converted checkpoint: nothing in it is patched.")
     for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
@@ -50,7 +47,7 @@ def load_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
     """A fast tokenizer with a padding token."""
     name = options.tokenizer or options.model
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name!r} has no tokenizer that can be read: {_first_line(error)} Give --tokenizer."
@@ -76,7 +73,7 @@ def load_model(
     """The model with a head for the task, in float32, ready to train."""
     name = options.init or options.model
     try:
-        model = auto_class.from_pretrained(name, config=config, dtype=torch.float32)
+        model = auto_class.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"{name!r} cannot be read: {_first_line(error)}") from error
     return ready_to_train(model, tokenizer)
@@ -95,7 +92,7 @@ def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def has_new_head(model: PreTrainedModel, options: RunOptions) -> bool:
     """Whether --model had no head for the task, so that it got one with random weights."""
-    known = None if options.model is None else AutoConfig.from_pretrained(options.model).architectures
+    known = None if options.model is None else commands.load_config(options.model).architectures
     return type(model).__name__ not in (known or ())
 
 
@@ -106,7 +103,7 @@ def set_attention(model: PreTrainedModel, options: RunOptions) -> None:
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
         return
-    config = parse_attention(options.attention, options.attention_options)
+    config = commands.parse_attention(options.attention, options.attention_options)
     if options.redraw_every and getattr(config, "redraw_interval", None):
         raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
     hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
@@ -131,7 +128,7 @@ def mechanism_parameters(model: nn.Module) -> set[str]:
 
 def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
     """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
-    limit = longest_input(model)
+    limit = commands.longest_input(model)
     if wanted is None:
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
