@@ -200,7 +200,7 @@ def test_metrics_without_a_scale_and_where_less_is_more(folder):
 def test_missing_rows_are_named(folder):
     write_results(folder, {"favor.json": task()})
     said = section(render(make_card(folder)), "Limitations")
-    missing = "softmax, same budget; control: near field alone; control: plain average, no attention"
+    missing = "softmax, same budget; control: window alone; control: no attention"
     assert f"Not measured on snli with this budget: {missing}." in said
     assert "No speed was measured" in said
     assert "points" not in said

@@ -115,7 +115,7 @@ def test_a_run_that_comes_before(planned, tmp_path):
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"favor+": {"bands": 3}}}]}, "has no option 'bands'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "before": {"recipe": "lm"}}]}, "before has no 'training'"),
         ({"tasks": [{"recipe": "glue"}]}, "tasks[0] has no 'label'"),
-        ({"training": {"batchsize": 3}}, "unknown field 'batchsize' (did you mean --batch-size?)"),
+        ({"training": {"batchsize": 3}}, "unknown field 'batchsize' (did you mean '--batch-size'?)"),
         ({"training": {"seed": 3}}, "seed cannot be set as training options"),
         ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
         ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, output, recipes"),

@@ -157,7 +157,7 @@ def test_the_command_line(tmp_path):
     done = run_apart("finetune_snli.py", "--modle", "x", check=False)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.strip() == (
-        "finetune_snli.py: Unknown option '--modle' (did you mean --model?). --help explains every option."
+        "finetune_snli.py: Unknown option '--modle' (did you mean '--model'?). --help explains every option."
     )
 
 

@@ -55,7 +55,7 @@ def test_a_file_says_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--learning-rat", "1"], "did you mean --learning-rate"),
+        (["--learning-rat", "1"], "did you mean '--learning-rate'"),
         (["--batch-size", "many"], "invalid int value"),
         (["--scheduler", "triangle"], "invalid choice"),
         (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
@@ -77,7 +77,7 @@ def test_what_is_refused(words, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning-rte: 1", r"unknown field 'learning-rte' \(did you mean --learning-rate\?\); known: model, "),
+        ("learning-rte: 1", r"unknown field 'learning-rte' \(did you mean '--learning-rate'\?\); known: model, "),
         ("- a", "must hold fields"),
         ("{", "neither YAML nor JSON"),
         ("seed: x", "invalid int value"),

@@ -272,7 +272,7 @@ def test_heads_are_measured_as_attention_error_does(bert):
 def test_statistics_of_heads():
     """A head that sees itself alone, and one that sees everything alike."""
     x = torch.stack([20 * torch.eye(12), torch.zeros(12, 12)])
-    layer = pretrained.Captured("layer", x, x, torch.ones(12, 12, dtype=torch.bool))
+    layer = pretrained.Captured(x, x, torch.ones(12, 12, dtype=torch.bool))
     itself, everything = heads.head_statistics(3, layer, bandwidth=0)
     assert itself["kind"] == "near" and itself["near_field"] == 1 and itself["entropy"] == 0 and itself["norm"] == 20
     assert everything["kind"] == "far" and everything["entropy"] == 1 and everything["layer"] == 3

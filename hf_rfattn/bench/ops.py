@@ -94,13 +94,13 @@ def measure_ops(settings: Settings, progress: Report = lambda share, doing: None
         checks = list(_checks(settings, contenders, progress))
         watch = Watch(settings.patience)
         cells = []
-        total = sum(_work(settings, *each) for each in settings.rounds)
+        total = sum(_work(settings, causal, training, length) for causal, training, _, length in settings.rounds)
         done = 0.0
         for causal, training, dtype, length in settings.rounds:
             failed = {_key(c) for c in checks if not c["passed"] and _of(c, causal, training, dtype)}
             good = [c for c in contenders[causal] if c.key not in failed and _measurable(c, dtype)]
             doing = f"{'causal' if causal else 'bidirectional'}, {_pass(training)}, {dtype}, {length:,} tokens"
-            work = _work(settings, causal, training, dtype, length)
+            work = _work(settings, causal, training, length)
             progress(done / total, doing)
             cells += _measure_round(good, settings, causal, training, dtype, length, watch)
             done += work
@@ -186,7 +186,7 @@ def _of(labels: dict[str, Any], causal: bool, training: bool, dtype: str) -> boo
     return (labels["causal"], labels["training"], labels["dtype"]) == (causal, training, dtype)
 
 
-def _work(settings: Settings, causal: bool, training: bool, dtype: str, length: int) -> float:
+def _work(settings: Settings, causal: bool, training: bool, length: int) -> float:
     """A guess at the time of a round: softmax, in fewer repetitions where it is slow, and the rest."""
     quadratic = settings.batch * settings.heads * settings.head_dim * length * length * (1 if causal else 2)
     quadratic *= 4 if training else 1

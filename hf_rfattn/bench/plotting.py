@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-SOFTMAX = "softmax"
+from ..integration.patching import SOFTMAX
+
 BASELINE = "average"  # no attention at all
 
 STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)

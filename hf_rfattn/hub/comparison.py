@@ -12,9 +12,9 @@ from .folder import SOFTMAX, CheckpointFolder, mechanism_names_in
 
 THIS, SAME_BUDGET, OTHER_SEED = "this model", "softmax, same budget", "the same, another run"
 NO_ATTENTION, NEAR, FAR = (
-    "control: plain average, no attention",
-    "control: near field alone",
-    "control: far field alone",
+    "control: no attention",
+    "control: window alone",
+    "far field of fmm alone",
 )
 OTHER = "another mechanism"
 ORDER = [THIS, OTHER_SEED, SAME_BUDGET, FAR, NEAR, NO_ATTENTION, OTHER]
@@ -108,9 +108,9 @@ def control_of(attention: Any, others: Iterable[Any]) -> str | None:
     """What a row is a control of, beside others in one table.
 
     >>> control_of({"mechanism": "average"}, [])
-    'control: plain average, no attention'
+    'control: no attention'
     >>> control_of("favor+", ["softmax"]), control_of("favor+", [{"mechanism": "fmm", "far": ["favor+"]}])
-    (None, 'control: far field alone')
+    (None, 'far field of fmm alone')
     >>> control_of({"layers": {"0-5": {"mechanism": "average"}}}, [])  # the other layers are softmax
     """
     if isinstance(attention, Mapping) and "layers" in attention:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import option_value
-from ..integration.patching import parse_layers
+from ..integration.patching import SOFTMAX, parse_layers
 from ..mechanisms import resolve_config
 
 CARD, RESULTS, PLOT = "README.md", "results", "results.png"
-SOFTMAX = "softmax"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
 

@@ -19,7 +19,7 @@ from .redraw import redraw_on_schedule
 
 FORMAT = 1
 MOST_LAYERS = 10_000
-SOFTMAX = "softmax"  # in a mapping: leave these layers as they are
+SOFTMAX = "softmax"  # what layers have that are left as they are
 AUTO = "auto"
 
 M = TypeVar("M", bound=nn.Module)

@@ -29,7 +29,6 @@ TEXT = Path(__file__).with_name("text.txt")
 class Captured(NamedTuple):
     """Queries and keys of one layer, with the square root of the scale, `[H, L, D]`, and which pairs see each other."""
 
-    layer: str
     x: Tensor
     y: Tensor
     allowed: Tensor  # [L, L]
@@ -100,7 +99,6 @@ def capture(model: PreTrainedModel, batch: dict[str, Any]) -> list[Captured]:
     """Of every self-attention that can be patched; the model is as it was afterwards."""
     found: list[Captured] = []
     patch(model, "average")
-    names = {id(m): s.name for s in find_attention(model) for m in s.module.modules() if isinstance(m, Mechanism)}
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         q, k, _ = args
@@ -108,7 +106,7 @@ def capture(model: PreTrainedModel, batch: dict[str, Any]) -> list[Captured]:
         root = (q.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
         masks = {name: kwargs.get(name) for name in ("key_mask", "segments")}
         allowed = allowed_pairs(q.shape[2], k.shape[2], causal=bool(kwargs.get("causal")), **masks)[0, 0]
-        found.append(Captured(names[id(mechanism)], q[0] * root, repeat_heads(k, q.shape[1])[0] * root, allowed))
+        found.append(Captured(q[0] * root, repeat_heads(k, q.shape[1])[0] * root, allowed))
 
     inputs = dict(batch)
     if "use_cache" in inspect.signature(model.forward).parameters:

@@ -7,7 +7,7 @@ from typing import Any
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import write_result
 from hf_rfattn.commands import in_bytes
-from hf_rfattn.hub.comparison import FAR, NEAR, NO_ATTENTION, number
+from hf_rfattn.hub.comparison import NEAR, NO_ATTENTION, number
 
 from .blocks import Block, Heading, Image, Paragraph, Table, as_html, as_markdown
 from .plots import crossover, pareto
@@ -17,7 +17,6 @@ DROPOUT = (
     "Softmax has the attention dropout that its model asks for, other rows have none, which may be an advantage over a "
     "short training."
 )
-ROLES = {NO_ATTENTION: "control: no attention", NEAR: "control: window alone", FAR: "far field of fmm alone"}
 
 
 def write_report(summary: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -73,11 +72,26 @@ def overview_table(summary: Mapping[str, Any]) -> Table:
             if row and table["lower_is_better"] and row["over_softmax"]:
                 cells[-1] += f" ({row['over_softmax']:.3f} ×)"
         share = [percent(each["mean_share_of_softmax"])] if shared else []
-        rows.append([each["row"], *cells, *share, ROLES.get(each["control"], "")])
+        rows.append([each["row"], *cells, *share, each["control"] or ""])
     columns = [f"{title_of(table, tables)}: {metric_name(table)}" for table in tables]
     kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
     share = ["mean share of softmax's score"] if shared else []
     return Table("", ["attention", *columns, *share, ""], rows, kinds)
+
+
+def row_options(summary: Mapping[str, Any]) -> str:
+    """What each row is, where its name does not say it; with the tasks where that differs."""
+    told = []
+    for each in summary["overview"]:
+        by_options: dict[str, list[str]] = {}
+        for table in summary["accuracy"]:
+            if row := _row_of(table, each["row"]):
+                by_options.setdefault(row["attention"], []).append(title_of(table, summary["accuracy"]))
+        if list(by_options) != [each["row"]]:
+            several = len(by_options) > 1
+            said = [f"{o} ({', '.join(parts)})" if several else o for o, parts in by_options.items()]
+            told.append(f"`{each['row']}` is {' and '.join(said)}")
+    return f"Options that are not the default: {'; '.join(told)}." if told else ""
 
 
 def stages(summary: Mapping[str, Any]) -> Iterator[Block]:
@@ -179,7 +193,7 @@ def _task(table: Mapping[str, Any]) -> Iterator[Block]:
                 *(f"{errors[when]:.2f}" if errors.get(when) is not None else DASH for when in ("before", "after")),
                 ", ".join(map(str, row["seeds"])),
                 row["attention"],
-                ROLES.get(row["control"], ""),
+                row["control"] or "",
             ]
         )
     yield Table("", headings, rows, [kind(row["attention"], row["control"]) for row in table["rows"]])

@@ -1,7 +1,6 @@
 """The fields of a run: on the command line, or in a YAML or JSON file, or both (the command line wins)."""
 
 import dataclasses
-import difflib
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_rfattn.commands import option_value
+from hf_rfattn.mechanisms.config import did_you_mean
 
 Options = TypeVar("Options", bound="RunOptions")
 
@@ -215,5 +215,4 @@ def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], wh
 
 
 def _nearest(word: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(word.lstrip("-").partition("=")[0].replace("-", "_"), names, n=1)
-    return f" (did you mean {flag(close[0])}?)" if close else ""
+    return did_you_mean(flag(word.lstrip("-").partition("=")[0]), [flag(name) for name in names])
