@@ -5,9 +5,8 @@ normalised. Its error is relative, mean (Â - A)² over mean A², averaged over 
 and projections are compared on the same x and y. Inputs are normal, or sparse (one coordinate of each is not zero, as
 in heads that a few coordinates rule), with mean |x|² = `squared_norm`; a second measurement varies that norm at M = 4d.
 
-What the source report left open, and where it differs from itself. It measured one block of the Hadamard construction,
-at d = 16, and defines more as a product, (H D_k)…(H D_1); what it prints is a sum, H D_1 + … + H D_k. For one block
-the two are the same. Here are products of one, two and three blocks, and the sum of three.
+Hadamard blocks are a product, (H D_k)…(H D_1), for k = 1 to 3. The unpublished report that this project grew from
+measured one block, at d = 16, and prints more as a sum, H D_1 + … + H D_k: the sum of three is here too.
 """
 
 from dataclasses import dataclass

@@ -64,8 +64,8 @@ def conclusions(result: Result) -> list[str]:
             f"over that of iid rows, mean over M: {'; '.join(parts)}."
         )
     for projection, words in (
-        (ONE, "One Hadamard block, as in the report"),
-        (THREE, "Three Hadamard blocks, which the report left open"),
+        (ONE, "One Hadamard block"),
+        (THREE, "Three Hadamard blocks"),
     ):
         parts = [
             f"{KINDS[kind]}, d = {dim}, {at_last('normal', kind, dim, projection)}" for kind in KINDS for dim in dims
@@ -82,7 +82,7 @@ def conclusions(result: Result) -> list[str]:
     angles = " and ".join(f"{cosines[str(dim)][SUM]:.2f} (d = {dim})" for dim in dims)
     parts = [f"d = {dim}, {at_last('normal', 'sincos', dim, SUM, IID)}" for dim in dims]
     sentences.append(
-        "The sum of blocks that the report prints is not the rotation that it defines: rows of the sum of three meet "
+        "A sum of blocks, in place of their product, is no rotation: rows of the sum of three meet "
         f"at a mean |cosine| of {angles}, rows of the product at {max(c[THREE] for c in cosines.values()):.2f}; its "
         f"error over that of iid rows (normal inputs, sine and cosine, M = {last:,}): {'; '.join(parts)}."
     )

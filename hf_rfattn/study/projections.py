@@ -1,4 +1,4 @@
-"""The projections that studies compare, among them one of the source report that is not what it defines."""
+"""The projections that studies compare, among them a sum of Hadamard blocks, which is no rotation."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from ..features.maps import RandomFeatures
 
 
 def sum_of_blocks(draws: int, rows: int, dim: int, generator: Generator, blocks: int) -> Tensor:
-    """Rows of H D_1 + … + H D_k, as the source report prints it, with the norms of a Gaussian's.
+    """Rows of H D_1 + … + H D_k, in place of the product, with the norms of a Gaussian's.
 
-    Its own definition is the product. Column c of the sum is column c of H times a sum of signs, which differs from
+    Column c of the sum is column c of H times a sum of signs, which differs from
     column to column: rows are not orthogonal, and for two blocks half of the columns vanish.
 
     >>> w = sum_of_blocks(1, 4, 4, torch.Generator().manual_seed(0), blocks=1)[0]
