@@ -3,18 +3,22 @@ and from nothing else.
 
 A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
 documents (by file name) and a page to Markdown, add it to `PAGES`, and put its markers where it belongs. Plots that a
-part shows and that do not lie beside their result file yet are drawn. Run it with `make readme`; again, and nothing
-changes.
+part shows are drawn beside their result files, unless they were drawn from the same data before. Run it with
+`make readme`; again, and nothing changes.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import PIL.Image
 import typer
 from comparison.blocks import Image
+from matplotlib.figure import Figure
 from readme import accuracy, speed, studies
 from readme.guide import guide
 from readme.markdown import Documents, Page
@@ -23,6 +27,7 @@ from hf_rfattn.bench import decode_report, model_report, ops_report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
+MARK = "Data"  # of a PNG: what it was drawn from
 
 Parts = dict[str, Callable[[Documents, Page], str]]
 
@@ -49,7 +54,7 @@ PAGES: dict[Path, tuple[Page, Parts]] = {
 def main(root: Annotated[Path, typer.Option(help="Of the repository whose pages are filled.")] = ROOT) -> None:
     """Fill the marked parts of both pages from result files."""
     documents = read_documents(root / RESULTS)
-    draw_missing_plots(documents, root / RESULTS)
+    draw_plots(documents, root / RESULTS)
     for name, (page, parts) in PAGES.items():
         before = (root / name).read_text(encoding="utf-8")
         after = fill(before, documents, page, parts)
@@ -76,21 +81,35 @@ def fill(text: str, documents: Documents, page: Page, parts: Parts) -> str:
     return text
 
 
-def draw_missing_plots(documents: Documents, folder: Path) -> None:
-    """Beside result files whose plots the pages show."""
+def draw_plots(documents: Documents, folder: Path) -> list[Path]:
+    """Beside result files whose plots the pages show, where there is none or one of other data; which were drawn."""
     draw: dict[str, Callable[[Any], Any]] = {
         "bench ops": lambda document: ops_report.plot(document, document["dtypes"][0]),
         "bench model": model_report.plot,
         "bench decode": decode_report.plot,
     }
+    drawn = []
+
+    def save(figure: Callable[[], Figure], path: Path, data: Any) -> None:
+        mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+        if not path.exists() or mark_of(path) != mark:
+            figure().savefig(path, dpi=150, metadata={MARK: mark, "Software": None})
+            drawn.append(path)
+
     for name, document in documents.items():
-        path = (folder / name).with_suffix(".png")
-        if document["kind"] in draw and not path.exists():
-            draw[document["kind"]](document).savefig(path, dpi=150)
+        if document["kind"] in draw:
+            save(partial(draw[document["kind"]], document), (folder / name).with_suffix(".png"), document)
     for name in accuracy.COMPARISONS:
         for block in accuracy.comparison(name, documents, Page("")):
-            if isinstance(block, Image) and not (folder / name / block.name).exists():
-                block.figure.savefig(folder / name / block.name, dpi=150)
+            if isinstance(block, Image):
+                save(lambda image=block: image.figure, folder / name / block.name, accuracy.summary_of(name, documents))
+    return drawn
+
+
+def mark_of(path: Path) -> str | None:
+    """What a plot says of the data it was drawn from."""
+    with PIL.Image.open(path) as image:
+        return image.info.get(MARK)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,8 @@ def test_the_part_of_the_readme(documents, tmp_path):
     for i, each in enumerate(documents):
         write_result(each, tmp_path / "accuracy" / f"{i}.json")
     found = make_readme.read_documents(tmp_path)
-    make_readme.draw_missing_plots(found, tmp_path)
+    assert {path.name for path in make_readme.draw_plots(found, tmp_path)} == {"crossover.png", "pareto.png"}
+    assert make_readme.draw_plots(found, tmp_path) == []
     page, _ = make_readme.PAGES[Path("README.md")]
     text = accuracy.whole(found, page)
     assert "| fmm | 73.0 ± 2.8 | 89.0 % |  |" in text and "- snli: sentence-transformers/" in text

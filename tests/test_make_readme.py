@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import make_readme
@@ -24,6 +25,14 @@ def test_pages_are_what_the_results_say(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     found = make_readme.read_documents(ROOT / make_readme.RESULTS)
     assert make_readme.fill(text, found, *make_readme.PAGES[name]) == text, "run `make readme`"
+
+
+def test_plots_are_those_of_the_results(tmp_path):
+    folder = ROOT / make_readme.RESULTS
+    for path in folder.glob("**/*.png"):
+        (tmp_path / path.relative_to(folder)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(folder))
+    assert make_readme.draw_plots(make_readme.read_documents(folder), tmp_path) == [], "run `make readme`"
 
 
 def test_everything_in_the_speed_part_comes_from_results(tmp_path):
@@ -65,6 +74,7 @@ def test_everything_in_the_speed_part_comes_from_results(tmp_path):
     )
     assert plot.read_bytes().startswith(b"\x89PNG") and (folder / "peers.png").exists()
 
+    assert make_readme.mark_of(plot)
     written = [plot, *(tmp_path / name for name in make_readme.PAGES)]
     before = [path.stat().st_mtime_ns for path in written]
     make_readme.main(tmp_path)
