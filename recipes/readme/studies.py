@@ -26,9 +26,8 @@ STUDIES = {
         "What do orthogonal and Hadamard projections gain for the attention matrix, and how many blocks do the latter "
         "need?",
         finding=3,
-        note="The report this project grew from measured one Hadamard block and left three open. One block is biased "
-        "on inputs that few coordinates rule; three blocks, the default here, come close to orthogonal rows. More "
-        "blocks than one are a product by its own definition, and a sum where it prints them.",
+        note="Hadamard blocks are multiplied, (H D_k)…(H D_1); the default here is three. The unpublished report that "
+        "this project grew from measured one, and prints a sum of several, which is measured here too.",
     ),
     "time": Told(
         "Time", "From which size on is the fast Walsh-Hadamard transform faster than a matrix product?", finding=1
@@ -61,7 +60,7 @@ def whole(documents: Documents, page: Page) -> str:
         document = documents.get(f"{FOLDER}/{name}.json")
         if document is None:
             continue
-        parts.append(f"### {told.title}\n{told.question} `{_command(name, full=True)}`, on {measured_on(document)}.")
+        parts.append(f"### {told.title}\n{told.question} `{_command(name)}`, on {measured_on(document)}.")
         if told.note:
             parts.append(told.note)
         parts.append("\n".join(f"- {sentence}" for sentence in document["conclusions"]))
@@ -81,5 +80,5 @@ def short(documents: Documents, page: Page) -> str:
     return table(["command", "question", "a finding"], rows) if rows else "Nothing has been studied yet."
 
 
-def _command(name: str, full: bool = False) -> str:
-    return " ".join(filter(None, ["hf-rfattn study", name, STUDIES[name].options, "--full" if full else ""]))
+def _command(name: str) -> str:
+    return " ".join(filter(None, ["hf-rfattn study", name, STUDIES[name].options, "--full"]))
