@@ -10,7 +10,7 @@ import make_readme
 import pytest
 from comparison.blocks import as_html, as_markdown
 from comparison.plots import best_of, crossover, pareto
-from comparison.report import report, write_report
+from comparison.report import report, row_options, write_report
 from comparison.summary import read_summary, summarise
 from readme import accuracy
 from result_documents import task
@@ -188,6 +188,16 @@ def test_the_part_of_the_readme(documents, tmp_path):
     shown = re.findall(r"\]\(recipes/results/(accuracy/\w+\.png)\)", top)
     assert shown == ["accuracy/crossover.png", "accuracy/pareto.png"] and all((tmp_path / p).exists() for p in shown)
     assert f"Left: {documents[-1]['model']}, Test CPU, 2 threads" in top and documents[0]["model"] in top
+
+
+def test_options_of_rows_are_told():
+    """With the tasks where they differ, and not where the name says it all."""
+    wide = {"attention": {"mechanism": "band", "bandwidth": 9}}
+    runs = [document("snli", row, 0.5) for row in ("softmax", "band", "average")]
+    runs.append(document("sst2", "band", 0.5, **wide))
+    told = row_options(summarise(list(map(parse_result, runs))))
+    assert told == "Options that are not the default: `band` is band, bandwidth=4 (snli) and band, bandwidth=9 (sst2)."
+    assert row_options(summarise([parse_result(runs[0])])) == ""
 
 
 def test_plots(summary):
