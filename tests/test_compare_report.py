@@ -74,7 +74,7 @@ def test_accuracy_beside_softmax(summary):
     assert rows["fmm"]["from_average_to_softmax"] == pytest.approx((0.73 - 0.41) / (0.82 - 0.41))
     assert rows["favor+, slow"]["metric"] == {"mean": 0.7, "spread": None, "values": [0.7]}
     assert rows["favor+, slow"]["attention_error"] == {"before": 0.75, "after": 0.25, "transferred": None}
-    assert "far field" in rows["favor+"]["control"] and "near field" in rows["band"]["control"]
+    assert "far field" in rows["favor+"]["control"] and "window" in rows["band"]["control"]
     assert "no attention" in rows["average"]["control"] and rows["fmm"]["control"] is None
     for table in languages:  # once for each length, on the fewest processes
         favor = next(row for row in table["rows"] if row["row"] == "favor+")
