@@ -16,6 +16,7 @@ NO_ATTENTION, NEAR, FAR = (
     "control: window alone",
     "far field of fmm alone",
 )
+CONTROLS = (NO_ATTENTION, NEAR)  # not meant to be used
 OTHER = "another mechanism"
 ORDER = [THIS, OTHER_SEED, SAME_BUDGET, FAR, NEAR, NO_ATTENTION, OTHER]
 

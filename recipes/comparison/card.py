@@ -8,16 +8,14 @@ from typing import Any
 
 from training.output import MODEL
 
-from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import write_result
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.documents import parse_result
 from hf_rfattn.hub.folder import RESULTS
 
 from .plan import folder_of
+from .report import kind
 from .summary import KIND
-
-CONTROLS = ("average", "band")
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ def best_checkpoint(summary: Mapping[str, Any], output: Path) -> Best | None:
     anew, from all results it may be compared with.
     """
     table = next(iter(summary["accuracy"]), None)
-    rows = [row for row in table["rows"] if row["mechanism"] not in (SOFTMAX, *CONTROLS)] if table else []
+    rows = [row for row in table["rows"] if not kind(row["attention"], row["control"])] if table else []
     if table is None or not rows:
         return None
     sign = -1 if table["lower_is_better"] else 1

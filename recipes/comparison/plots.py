@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_rfattn.bench.plotting import SOFTMAX, line_style, log_log, mark_crossover
-from hf_rfattn.hub.comparison import NEAR, NO_ATTENTION
+from hf_rfattn.hub.comparison import CONTROLS
 
 PANELS = 3  # in a row
 
@@ -54,7 +54,7 @@ def _scatter(axes: Axes, table: Mapping[str, Any], styles: Mapping[str, dict[str
     for speed, metric, row in points:
         style = {**styles[row["row"]], "linestyle": "none", "elinewidth": 0.8, "capsize": 2}
         height = None if metric["spread"] is None else unit * metric["spread"]
-        label = f"{row['row']} (control)" if row["control"] in (NEAR, NO_ATTENTION) else row["row"]
+        label = f"{row['row']} (control)" if row["control"] in CONTROLS else row["row"]
         handles[label] = axes.errorbar(speed["mean"], unit * metric["mean"], height, speed["spread"], **style)
     sign = -1 if table["lower_is_better"] else 1
     front = best_of([(speed["mean"], sign * unit * metric["mean"]) for speed, metric, _ in points])

@@ -7,7 +7,7 @@ from typing import Any
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import write_result
 from hf_rfattn.commands import in_bytes
-from hf_rfattn.hub.comparison import NEAR, NO_ATTENTION, number
+from hf_rfattn.hub.comparison import CONTROLS, number
 
 from .blocks import Block, Heading, Image, Paragraph, Table, as_html, as_markdown
 from .plots import crossover, pareto
@@ -261,7 +261,7 @@ def metric_name(table: Mapping[str, Any]) -> str:
 def kind(attention: str, control: str | None) -> str:
     if attention == SOFTMAX:
         return SOFTMAX
-    return "control" if control in (NO_ATTENTION, NEAR) else ""
+    return "control" if control in CONTROLS else ""
 
 
 def score(value: Mapping[str, Any], scale: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from hf_rfattn.bench.crossover import measured_crossover
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import SCHEMA_VERSION, machine
-from hf_rfattn.hub.comparison import NEAR, NO_ATTENTION, control_of
+from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, control_of
 from hf_rfattn.hub.documents import STAGES, TaskResult, parse_result
 from hf_rfattn.hub.folder import attention_label, mechanism_names_in
 
@@ -219,7 +219,7 @@ def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 },
             }
         )
-    return sorted(overview, key=lambda each: (each["control"] in (NEAR, NO_ATTENTION), each["attention"] != SOFTMAX))
+    return sorted(overview, key=lambda each: (each["control"] in CONTROLS, each["attention"] != SOFTMAX))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
