@@ -73,7 +73,8 @@ class Card:
     def metadata(self) -> ModelCardData:
         own = [comparison.own for comparison in self.comparisons]
         base = self.base_model if self.base_model and HUB_NAME.fullmatch(self.base_model) else None
-        datasets = [result.dataset["name"] for result in own if HUB_NAME.fullmatch(result.dataset["name"])]
+        names = [result.dataset["name"] for result in own]
+        datasets = [name for name in names if HUB_NAME.fullmatch(name) and "/" in name]  # others are local
         data = ModelCardData(
             model_name=self.title if own else None,
             eval_results=self.evaluations or None,
