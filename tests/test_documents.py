@@ -2,15 +2,20 @@
 
 import contextlib
 import copy
+from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_documents import make_checkpoint, speed, task
 
 from hf_rfattn.bench.results import new_result
+from hf_rfattn.hub.comparison import number
 from hf_rfattn.hub.documents import parse_result, read_results
-from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in
+from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in, results_fingerprint
+
+CARDS = Path(__file__).parents[1] / "model_cards"
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +91,17 @@ def test_any_attention_is_compared_or_refused(checkpoint, data):
         assert isinstance(attention_label(result.attention), str) and isinstance(
             mechanism_names_in(result.attention), list
         )
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in CARDS.glob("*/README.md")), ids=lambda path: path.name
+)
+def test_committed_cards_are_those_of_their_results(folder):
+    """Their weights are not here, but every number is."""
+    card, results = ModelCard.load(folder / "README.md"), read_results(folder / "results")
+    assert card.data["rfattn_results_sha256"] == results_fingerprint(folder)
+    own = [result for result in results if result.checkpoint == card.data["rfattn_checkpoint_sha256"]]
+    assert [r.metrics[r.main_metric].value for r in own] == [r.metric_value for r in card.data.eval_results]
+    for result in results:
+        assert result.document["git"]["changed"] is False
+        assert f"| {result.seed} | {number(result.metrics[result.main_metric].value)} |" in card.content

@@ -83,8 +83,7 @@ class CheckpointFolder:
 
     @property
     def results_fingerprint(self) -> str:
-        """Of the result documents that lie beside the weights."""
-        return _digest(sorted((self.path / RESULTS).glob("*.json")))
+        return results_fingerprint(self.path)
 
     def holds(self, attention: Any) -> bool:
         """Whether a result's `attention` is the one in this checkpoint, options and layers included."""
@@ -96,6 +95,11 @@ def checkpoint_fingerprint(folder: str | Path) -> str:
     """SHA-256 over config.json and the weights: what a result and a card name the checkpoint by."""
     folder = Path(folder)
     return _digest([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+
+
+def results_fingerprint(folder: Path) -> str:
+    """The same over the result documents that lie beside the weights."""
+    return _digest(sorted((folder / RESULTS).glob("*.json")))
 
 
 def _digest(files: list[Path]) -> str:
