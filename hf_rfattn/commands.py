@@ -65,7 +65,15 @@ def model_class(config: Any) -> Any:
 
 
 def longest_input(model: Any) -> int | None:
-    """How many tokens a model takes; None if its config names no limit."""
+    """How many tokens a model takes; None if its config names no limit.
+
+    >>> from transformers import LlamaConfig, LlamaModel, RobertaConfig, RobertaModel
+    >>> size = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 66}
+    >>> longest_input(RobertaModel(RobertaConfig(**size)))  # whose positions begin behind the padding token's
+    64
+    >>> longest_input(LlamaModel(LlamaConfig(**size, num_attention_heads=2, vocab_size=9)))
+    66
+    """
     from .integration.positions import learned_positions
 
     return learned_positions(model) or getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -25,7 +25,7 @@ from training.results import PACKAGES, base_name, command
 from training.run import check_hub, quiet, told_at_once
 from training.state import whole_folder
 from training.transfer import TRANSFER, Inputs, transfer_document
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import hf_rfattn
 from hf_rfattn.bench.results import new_result, without_folders, write_result
@@ -142,7 +142,7 @@ def _convert(options: ConvertOptions, lock: FileLock) -> Path:
             layers=options.layers,
             seed=options.seed,
         )
-        share, measure = shares(rows, model, tokenizer, accelerator, options)
+        share, measure = shares(rows, tokenizer, accelerator, options)
         if accelerator.is_main_process:
             open_output(options, lock)
         accelerator.wait_for_everyone()
@@ -221,13 +221,12 @@ def _cut(rows: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, columns
 
 def shares(
     rows: Dataset,
-    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     options: ConvertOptions,
 ) -> tuple[Inputs, dict[str, Any]]:
     """What this process learns from, and the first batch, kept apart to measure errors on."""
-    collate = collator(model, tokenizer)
+    collate = collator(tokenizer)
     kept = rows.shuffle(seed=0)
     measure = collate([kept[i] for i in range(options.batch_size)])
     rest = kept.select(range(options.batch_size, len(kept)))

@@ -77,7 +77,6 @@ class LanguageTask(Task[LanguageOptions]):
             split: self._load(source, split, options.max_eval_samples),
         }
         tokenizer = self._tokenizer(examples["train"])
-        tokenizer.padding_side = "right"
         if options.from_scratch:
             config = config_from_scratch(options.from_scratch, tokenizer)
             model = ready_to_train(AutoModelForCausalLM.from_config(config), tokenizer)
@@ -95,7 +94,7 @@ class LanguageTask(Task[LanguageOptions]):
             examples=examples,
             train=split_blocks(tokens_of(examples["train"], tokenizer), length),
             evaluation={split: split_windows(tokens_of(examples[split], tokenizer), length, stride)},
-            collate=collator(model, tokenizer, labels=-100),
+            collate=collator(tokenizer, labels=-100),
             max_length=length,
         )
 

@@ -58,7 +58,6 @@ class SquadTask(Task[SquadOptions]):
             split: self._load(source, split, options.max_eval_samples),
         }
         tokenizer = load_tokenizer(options)
-        tokenizer.padding_side = "right"
         model = load_model(AutoModelForQuestionAnswering, options, load_config(options), tokenizer)
         length = choose_length(model, options.max_length, USUAL_LENGTH)
         if options.stride >= length // 2 - 4:
@@ -80,7 +79,7 @@ class SquadTask(Task[SquadOptions]):
             examples=self.examples,
             train=rows["train"].select_columns(inputs),
             evaluation={split: rows[split].select_columns(inputs)},
-            collate=collator(model, tokenizer),
+            collate=collator(tokenizer),
             max_length=length,
             facts={"windows": {name: len(part) for name, part in rows.items()}},
         )

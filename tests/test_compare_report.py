@@ -180,6 +180,8 @@ def test_the_part_of_the_readme(documents, tmp_path):
     found = make_readme.read_documents(tmp_path)
     assert {path.name for path in make_readme.draw_plots(found, tmp_path)} == {"crossover.png", "pareto.png"}
     assert make_readme.draw_plots(found, tmp_path) == []
+    found["accuracy/0.json"]["samples_per_second"] += 1
+    assert len(make_readme.draw_plots(found, tmp_path)) == 2  # other data
     page, _ = make_readme.PAGES[Path("README.md")]
     text = accuracy.whole(found, page)
     assert "| fmm | 73.0 ± 2.8 | 89.0 % |  |" in text and "- snli: sentence-transformers/" in text

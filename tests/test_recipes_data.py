@@ -184,16 +184,10 @@ def test_padding():
     rows = [{"input_ids": [5, 6, 7], "labels": 1, "length": 3}, {"input_ids": [8], "labels": 0, "length": 1}]
     for row in rows:
         row["attention_mask"] = [1] * row["length"]
-    right = PadBatch({"input_ids": 9, "attention_mask": 0})(rows)
-    assert right["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]] and right["labels"].tolist() == [1, 0]
-    assert right["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]] and set(right) == {
-        "input_ids",
-        "attention_mask",
-        "labels",
-    }
-    left = PadBatch({"input_ids": 9, "attention_mask": 0}, "left", positions=True)(rows)
-    assert left["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
-    assert left["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    batch = PadBatch({"input_ids": 9, "attention_mask": 0})(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]] and batch["labels"].tolist() == [1, 0]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
 
 
 @pytest.mark.parametrize(("length", "stride"), [(8, 7), (8, 3), (64, 63), (5, 1)])

@@ -118,3 +118,20 @@ def test_dice_of_a_state_go_on(tmp_path):
     assert (random.random(), np.random.rand(), float(torch.rand(()))) != first
     state._set_dice(torch.load(tmp_path / "dice.pt", weights_only=True))
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == first
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+    """What an interrupted attempt left behind does not get in, and what was there before stays until all is written."""
+    target = tmp_path / "model"
+    with pytest.raises(KeyboardInterrupt), state.whole_folder(target) as partial:
+        partial.mkdir()
+        (partial / "half").write_text("1")
+        raise KeyboardInterrupt
+    assert not target.exists()
+    for name in ("first", "second"):
+        with state.whole_folder(target) as partial:
+            partial.mkdir()
+            (partial / name).write_text("2")
+            assert not target.exists() or [path.name for path in target.iterdir()] == ["first"]
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert [path.name for path in target.iterdir()] == [name]

@@ -95,15 +95,14 @@ class ShareOfBatches(Sampler[list[int]]):
 
 @dataclass(frozen=True)
 class PadBatch:
-    """Rows of token lists → tensors, as long as the longest row.
+    """Rows of token lists → tensors, as long as the longest row, padded on the right.
 
-    `padding`: the value that fills each column. Columns that are not in it are numbers, one a row. `positions`: also
-    give position_ids, which left padding needs in models that count from the first column.
+    `padding`: the value that fills each column. Columns that are not in it are numbers, one a row. The right, whatever
+    the tokenizer's side: encoders classify by the first column, decoders by the last token that is not padding, and
+    both count positions from the first column.
     """
 
     padding: dict[str, int]
-    side: str = "right"
-    positions: bool = False
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -114,14 +113,8 @@ class PadBatch:
             if name in self.padding:
                 filled = torch.full((len(rows), longest), self.padding[name])
                 for i, row in enumerate(rows):
-                    values = torch.as_tensor(row[name])
-                    if self.side == "right":
-                        filled[i, : len(values)] = values
-                    else:
-                        filled[i, longest - len(values) :] = values
+                    filled[i, : len(row[name])] = torch.as_tensor(row[name])
                 batch[name] = filled
             else:
                 batch[name] = torch.tensor([row[name] for row in rows])
-        if self.positions:
-            batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         return batch

@@ -69,7 +69,7 @@ class ClassificationTask(Task[RunOptions]):
             examples=examples,
             train=rows["train"],
             evaluation={split: rows[split] for split in splits},
-            collate=collator(model, tokenizer),
+            collate=collator(tokenizer),
             max_length=length,
         )
 

@@ -1,6 +1,5 @@
 """Loading a model and its tokenizer for a task, and giving the model its attention."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -139,22 +138,14 @@ def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int
     return wanted
 
 
-def collator(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **others: int) -> PadBatch:
-    """Pads what the tokenizer gives, on its side; `others`: what fills further columns."""
-    side = tokenizer.padding_side
+def collator(tokenizer: PreTrainedTokenizerBase, **others: int) -> PadBatch:
+    """Pads what the tokenizer gives; `others`: what fills further columns."""
     padding = {
         "input_ids": tokenizer.pad_token_id,
         "attention_mask": 0,
         "token_type_ids": tokenizer.pad_token_type_id,
     }
-    return PadBatch(padding | others, side, needs_positions(model, side))
-
-
-def needs_positions(model: PreTrainedModel, padding_side: str) -> bool:
-    """Whether left padding would shift the model's positions. RoBERTa and its kin count from the padding on."""
-    counts_itself = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    takes_them = "position_ids" in inspect.signature(model.forward).parameters
-    return padding_side == "left" and takes_them and not counts_itself
+    return PadBatch(padding | others)
 
 
 def _first_line(error: Exception) -> str:
