@@ -57,11 +57,16 @@ def model_class(config: Any) -> Any:
     """The model class the checkpoint was saved from, or AutoModel."""
     import transformers
 
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
-    return transformers.AutoModel
+    found = [cls for name in config.architectures or () if (cls := named_model_class(name))]
+    return found[0] if found else transformers.AutoModel
+
+
+def named_model_class(name: str) -> Any:
+    """The model class that transformers has under this name, and nothing else that it has; or None."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 def longest_input(model: Any) -> int | None:

@@ -83,6 +83,11 @@ def _not_finite(folder):
     write_card(folder, repo_id=NAME)
 
 
+def _no_model(folder):
+    edit(folder / "config.json", lambda config: config.update(architectures=["AutoTokenizer"]))
+    write_card(folder, repo_id=NAME)
+
+
 UNFIT = {
     _no_card: "has no card",
     _other_weights: "was not made for these weights",
@@ -94,6 +99,7 @@ UNFIT = {
     _truncated: "does not load again",
     _unpatched: "is not a patched checkpoint",
     _not_finite: "not finite",
+    _no_model: "has no model AutoTokenizer",
 }
 
 

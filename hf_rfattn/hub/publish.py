@@ -16,6 +16,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from ..commands import named_model_class
 from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card
 from .faults import NO_TOKEN, PublishError, explain, scrub
 from .folder import CARD, RESULTS, CheckpointFolder
@@ -130,9 +131,9 @@ def check_reload(folder: Path) -> None:
     from ..mechanisms import Mechanism
 
     name = CheckpointFolder(folder).architecture
-    model_class: Any = getattr(transformers, name or "AutoModel", None)
+    model_class: Any = transformers.AutoModel if name is None else named_model_class(name)
     if model_class is None:
-        raise ValueError(f"{folder}: transformers {transformers.__version__} has no {name}; config.json names it.")
+        raise ValueError(f"{folder}: transformers {transformers.__version__} has no model {name}; config.json names it.")
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
