@@ -9,7 +9,8 @@ from recipe_models import tokenizer
 from torch import distributed
 
 from hf_rfattn import attention_error, convert, patch_model
-from hf_rfattn.integration.error import mechanism_sites
+from hf_rfattn.conversion import batches as conversion_batches
+from hf_rfattn.integration.error import mechanism_sites, run_with_softmax
 from hf_rfattn.mechanisms import Mechanism
 from hf_rfattn.ops import softmax_attention
 
@@ -200,8 +201,41 @@ def test_far_fields_learn_by_themselves():
 def test_divergence_of_attention_weights():
     """Taught by weights alone (their errors weigh a thousandth), outputs come closer too."""
     model, batches = lively(tiny_llama()), make_batches()
-    report = convert(model, "hedgehog", batches, divergence=1000.0, steps=60, learning_rate=0.03, progress=False)
+    options = {"steps": 60, "learning_rate": 0.03, "progress": False}
+    without = copy.deepcopy(model)
+    report = convert(model, "hedgehog", batches, divergence=1000.0, **options)
     assert all(a < 0.8 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
+    convert(without, "hedgehog", batches, **options)
+    assert divergences(model, batches[0]) < 0.9 * divergences(without, batches[0])
+
+
+def divergences(model, batch):
+    """Σ p log(p / w) over the keys that a query sees, mean over queries, heads and layers: softmax p, mechanism w."""
+    found = []
+
+    def observe(mechanism, args, masks, exact, output):
+        q, k, _ = args
+        weights = mechanism.attention_weights(q, k, key_mask=masks["key_mask"], causal=True, scale=masks["scale"])
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * masks["scale"]
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() & masks["key_mask"][:, None, None]
+        logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
+        terms = torch.where(seen, logs.exp() * (logs - weights.log()), 0.0)
+        found.append(terms[masks["key_mask"][:, None].expand(terms.shape[:3])].sum(-1).mean())
+
+    run_with_softmax(model, batch, observe)
+    return float(torch.stack(found).mean())
+
+
+def test_processes_share_texts(monkeypatch):
+    """Every text once, and no process sees those of another."""
+    texts = [str(i) for i in range(24)]
+    seen = []
+    for rank in range(2):
+        monkeypatch.setattr(conversion_batches, "process_count", lambda: 2)
+        monkeypatch.setattr(conversion_batches, "process_rank", lambda rank=rank: rank)
+        shared = conversion_batches._Texts(texts, lambda part, **_: {"texts": part}, batch_size=3, max_length=8, seed=0)
+        seen.append([text for batch in shared for text in batch["texts"]])
+    assert [len(part) for part in seen] == [12, 12] and sorted(seen[0] + seen[1]) == sorted(texts)
 
 
 def test_texts():

@@ -27,6 +27,7 @@ from variants import DEFAULTS, OPTIONS, every_mechanism, over
 from hf_rfattn import build_mechanism, mechanism_names, patch_model, unpatch_model
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
+from hf_rfattn.integration.discovery import find_attention
 
 NEW = 40
 
@@ -243,6 +244,9 @@ def test_cache_operations(variant):
         addresses = [t.data_ptr() for layer in cache.layers for t in layer.state.values()]
         cache.reset()
         assert cache.get_seq_length() == 0
+        for layer, site in zip(cache.layers, find_attention(model), strict=True):
+            empty = site.module.rf.new_state(len(tokens), site.head_dim, torch.float32, "cpu")
+            assert all(torch.equal(layer.state[name], value) for name, value in empty.items())
         model(input_ids=tokens, past_key_values=cache, use_cache=True)
         assert addresses == [t.data_ptr() for layer in cache.layers for t in layer.state.values()]
 

@@ -13,6 +13,7 @@ import transformers
 from accelerate import Accelerator
 from recipe_models import forget_processes, make_bert, run_here
 from safetensors.torch import load_file
+from training.meter import Meter
 from training.models import mechanism_parameters
 from training.optimizer import make_optimizer, rate_factor
 from training.options import RunOptions
@@ -202,3 +203,12 @@ def test_tensorboard(bert, tmp_path):
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
     assert [event.step for event in events.Scalars("eval/accuracy")] == [6]
+
+
+def test_speed_counts_tokens_without_padding():
+    meter = Meter(torch.device("cpu"))
+    batch = {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    meter.count(batch)  # before it is started
+    meter.start()
+    meter.count(batch)
+    assert (meter.samples, meter.tokens, meter.padded_tokens) == (2, 4, 6)

@@ -187,6 +187,15 @@ def test_distance_to_the_teacher(tuned):
     assert isinstance(teacher, Teacher) and not any(p.requires_grad for p in teacher.model.parameters())
 
 
+def test_distance_of_tokens_leaves_out_padding():
+    options = RunOptions(distill_temperature=2.0)
+    teacher = Teacher(torch.nn.Linear(1, 1), options)
+    given, taught, mask = torch.randn(2, 4, 5), torch.randn(2, 4, 5), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    p, q = ((x / 2).softmax(-1) for x in (taught, given))
+    expected = 4 * (p * (p / q).log()).sum(-1)[mask.bool()].mean()
+    torch.testing.assert_close(teacher._distance(given, taught, mask), expected)
+
+
 def test_lora(bert, tmp_path):
     """Only small matrices, mechanisms and the head are trained; what is saved is a plain model that gives the same."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3).eval()

@@ -133,7 +133,9 @@ def check_reload(folder: Path) -> None:
     name = CheckpointFolder(folder).architecture
     model_class: Any = transformers.AutoModel if name is None else named_model_class(name)
     if model_class is None:
-        raise ValueError(f"{folder}: transformers {transformers.__version__} has no model {name}; config.json names it.")
+        raise ValueError(
+            f"{folder}: transformers {transformers.__version__} has no model {name}; config.json names it."
+        )
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
