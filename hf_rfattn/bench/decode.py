@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
@@ -36,7 +37,7 @@ from .contenders import named_configs
 from .devices import DTYPES, check_device, check_dtype
 from .plotting import BASELINE, SOFTMAX
 from .results import load_average, new_result, rounded
-from .timing import Competitor, Spread, Watch, import_psutil, interleave, median_ratio, synchroniser, threads
+from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state
 WARMUP = 1  # repetitions
@@ -332,4 +333,4 @@ def free_memory(device: torch.device) -> int:
     """Bytes that could be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return import_psutil().virtual_memory().available
+    return psutil.virtual_memory().available

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ..mechanisms import MechanismConfig, build_mechanism
 from .results import rounded
-from .timing import import_psutil
 
 WARMUP_LENGTH = 256
 STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -89,7 +89,7 @@ def bytes_around(run: Callable[[], object], device: torch.device) -> tuple[int, 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    before = import_psutil().Process().memory_info().rss
+    before = psutil.Process().memory_info().rss
     REFERENCES.write_text("5")  # from here on the peak is counted anew
     run()
     # not `ru_maxrss`, which is never set back and which a process inherits from the one that started it

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import psutil
 import torch
 
 from .results import rounded
@@ -31,17 +32,9 @@ class Competitor:
 
 def busy_seconds() -> float:
     """Processor time that all other processes (and the host, on a virtual machine) have taken so far."""
-    times = import_psutil().cpu_times()._asdict()
+    times = psutil.cpu_times()._asdict()
     left_out = ("idle", "iowait", "guest", "guest_nice")  # guests are counted among the users
     return sum(spent for kind, spent in times.items() if kind not in left_out) - time.process_time()
-
-
-def import_psutil() -> Any:
-    try:
-        import psutil
-    except ImportError as error:
-        raise ImportError("Benchmarks need psutil: pip install 'hf-rfattn[bench]'") from error
-    return psutil
 
 
 class Watch:
