@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_bench_ops import QUICK as QUICK_OPS
 
 ROOT = Path(__file__).parents[1]
 JOB = """
@@ -36,7 +37,7 @@ COMMANDS = [
     ["unpatch", "random", "-o", "back"],
     ["card", "patched", "--repo", "me/name"],
     ["publish", "patched", "--repo", "me/name", "--dry-run"],
-    ["bench", "ops", "--help"],
+    ["bench", "ops", *QUICK_OPS, "--lengths", "32,64", "--features", "8", "--dtypes", "float32"],
     ["study", "time", "--help"],
 ]
 
