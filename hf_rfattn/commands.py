@@ -49,8 +49,16 @@ def load_config(name: str, **changes: Any) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     except OSError as error:
-        said = " ".join(str(error).strip().partition("\n\n")[0].split())
-        raise ValueError(f"{name!r} is not a model that can be read. {said}") from error
+        raise ValueError(f"{name!r} is not a model that can be read. {first_paragraph(error)}") from error
+
+
+def first_paragraph(error: Exception) -> str:
+    """The first paragraph of a long message, in one line.
+
+    >>> first_paragraph(ValueError("This is\\n wrong.\\n\\nAnd so on."))
+    'This is wrong.'
+    """
+    return " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
 
 
 def model_class(config: Any) -> Any:

@@ -49,7 +49,7 @@ def load_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} has no tokenizer that can be read: {_first_line(error)} Give --tokenizer."
+            f"{name!r} has no tokenizer that can be read: {commands.first_paragraph(error)} Give --tokenizer."
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"The tokenizer of {name!r} has no fast version, which the recipes need.")
@@ -74,7 +74,7 @@ def load_model(
     try:
         model = auto_class.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
     except OSError as error:
-        raise ValueError(f"{name!r} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"{name!r} cannot be read: {commands.first_paragraph(error)}") from error
     return ready_to_train(model, tokenizer)
 
 
@@ -146,7 +146,3 @@ def collator(tokenizer: PreTrainedTokenizerBase, **others: int) -> PadBatch:
         "token_type_ids": tokenizer.pad_token_type_id,
     }
     return PadBatch(padding | others)
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
