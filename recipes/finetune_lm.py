@@ -27,6 +27,7 @@ from training.models import (
     with_padding,
 )
 from training.options import RunOptions, described
+from training.output import TOKENIZER
 from training.run import main
 from training.task import Metric, Prepared, Task
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -108,7 +109,7 @@ class LanguageTask(Task[LanguageOptions]):
         options = self.options
         if options.tokenizer or not options.from_scratch:
             return load_tokenizer(options)
-        folder = Path(options.output) / "tokenizer"
+        folder = Path(options.output) / TOKENIZER
         if PartialState().is_main_process and not (options.resume and folder.exists()):
             train_tokenizer(text, options.vocab_size).save_pretrained(folder)
         return with_padding(PreTrainedTokenizerFast.from_pretrained(folder))

@@ -167,6 +167,7 @@ import json, shutil, sys, time
 from pathlib import Path
 words = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word and word.startswith("--"))
 output = Path(words["output"])
+output.mkdir(parents=True, exist_ok=True)
 with (output / "calls").open("a") as calls:
     calls.write(sys.argv[-1] + "\\n")
 behaviour = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -282,7 +283,7 @@ def test_ctrl_c_ends_the_run_at_hand_and_nothing_is_lost(stand_in, monkeypatch, 
     assert stand_in(told={"sst2_favor+_seed_0": "hang"}) == 130
     assert seen and time.monotonic() - started < 60
     assert "the same command goes on from here" in capsys.readouterr().out
-    assert not processes_with(str(seen[0].parent))
+    assert not processes_with(str(stand_in.output / "runs" / seen[0].stem))
     monkeypatch.undo()
     assert (stand_in.output / "results/sst2_softmax_seed_0.json").exists()
 

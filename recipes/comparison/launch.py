@@ -1,6 +1,7 @@
 """Runs one after the other, each in processes of its own; a run that fails does not stop the others.
 
-OUTPUT/runs/NAME/           what the recipe writes there, and log.txt, all that it has said
+OUTPUT/runs/NAME/           what the recipe writes there
+OUTPUT/logs/NAME.txt        what it has printed
 OUTPUT/results/NAME.json    its result, with its place in the report: there if and only if the run is finished
 """
 
@@ -26,7 +27,7 @@ from hf_rfattn.hub.comparison import number
 
 from .plan import Plan, Run, folder_of
 
-LOG, RESULTS = "log.txt", "results"
+LOGS, RESULTS = "logs", "results"
 TAIL = 6  # lines of a failed run's log that are shown
 PATIENCE = 40.0  # seconds that an interrupted run has to end by itself; torchrun gives its own processes 30
 
@@ -85,9 +86,9 @@ def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
 def launch(run: Run, output: Path, watch: Callable[[str], None]) -> Failure | None:
     """Run it to its end; `watch` is told the last line of its log now and then. An unfinished run goes on."""
     folder = folder_of(output, run.name)
-    folder.mkdir(parents=True, exist_ok=True)
     words, environment = launch_command(run, "--resume" if _goes_on(run, output) else "--overwrite")
-    log = folder / LOG
+    log = output / LOGS / f"{run.name}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
         process = subprocess.Popen(
             words,

@@ -3,6 +3,7 @@
 OUTPUT/run.json       the options of the run
 OUTPUT/state/         states, while the run is not finished
 OUTPUT/best/          the best model so far, likewise
+OUTPUT/.tokenizer/    the tokenizer that --from-scratch has trained, likewise
 OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
 OUTPUT/result.json    written last: it is there if and only if the run is finished
 """
@@ -19,6 +20,7 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from torch import nn
 
+from hf_rfattn.bench.results import write_result
 from hf_rfattn.commands import in_bytes
 
 from .lora import without_adapters
@@ -28,38 +30,70 @@ from .task import Prepared
 from .transfer import TRANSFER
 
 RUN, MODEL, BEST, RESULT = "run.json", "model", "best", "result.json"
+TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
 LOCK = ".lock"
 # what may differ between a run and its continuation, since it does not change what is learnt
 FREE = {
     "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
     "push_to_hub", "output", "model_name", "model_license", "data_name", "gradient_checkpointing",
 }  # fmt: skip
+INPUTS = ("model", "tokenizer", "init", "distill", "data")  # options that may name a folder to read
 SLACK = 64 * 2**20
 
 
 def check_output(options: RunOptions) -> bool:
-    """Raise if the folder must not be used; return whether the run there is finished already."""
+    """Raise if the folder must not be used; return whether the run there is finished already.
+
+    A run deletes only what runs have written: a folder with other files in it is refused, and so are inputs inside it.
+    """
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {options.output!r} is a file.")
-    finished = (output / RESULT).exists()
-    if options.overwrite or not output.exists():
+    for name in INPUTS:
+        given = Path(getattr(options, name, None) or "").resolve()
+        if getattr(options, name, None) and given.exists() and given.is_relative_to(output.resolve()):
+            raise ValueError(
+                f"{flag(name)} {getattr(options, name)} lies inside --output {output}, which this run writes to. "
+                "Choose another --output."
+            )
+    if not output.exists() or not any(not path.name.startswith(".") for path in output.iterdir()):
         return False
+    if not (output / RUN).exists():
+        raise ValueError(
+            f"--output {output} is not empty and was not written by a recipe (it has no {RUN}), so nothing in it is "
+            "changed. Choose a new or empty folder."
+        )
+    read_run(output / RUN)
+    if options.overwrite:
+        return False
+    finished = (output / RESULT).exists()
     if options.resume:
         check_same_run(output / RUN, options)
         return finished
     if finished:
         raise ValueError(f"{output} holds a finished run. Choose another --output, or --overwrite it.")
-    if (output / RUN).exists():
-        raise ValueError(f"{output} holds an unfinished run: --resume goes on with it, --overwrite starts anew.")
-    return False
+    raise ValueError(f"{output} holds an unfinished run: --resume continues it, --overwrite starts again.")
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The options of the run in a folder."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # not JSON, or not text
+        document = None
+    if not isinstance(document, dict) or "output" not in document:
+        raise ValueError(
+            f"{path} is not the record of a run (empty, damaged, or of another program), so {path.parent} can be "
+            "neither resumed nor overwritten. Delete the folder, or choose another --output."
+        )
+    return document
 
 
 def check_same_run(path: Path, options: RunOptions) -> None:
     """A run goes on with the options it began with."""
     if not path.exists():
         return
-    before, now = json.loads(path.read_text(encoding="utf-8")), as_document(options)
+    before, now = read_run(path), as_document(options)
     name = first_difference(before, now)
     if name is not None:
         raise ValueError(
@@ -97,7 +131,7 @@ def open_output(options: RunOptions, lock: FileLock) -> None:
         for name in (STATES, BEST, MODEL, TRANSFER):
             shutil.rmtree(output / name, ignore_errors=True)
         (output / RESULT).unlink(missing_ok=True)
-    (output / RUN).write_text(json.dumps(as_document(options), indent=2) + "\n", encoding="utf-8")
+    write_result(as_document(options), output / RUN)
 
 
 def check_shared(output: Path) -> None:

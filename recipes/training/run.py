@@ -38,7 +38,7 @@ from .lora import add_adapters
 from .models import attention_of, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
-from .output import MODEL, RESULT, check_output, check_shared, check_space, open_output, output_lock
+from .output import MODEL, RESULT, TOKENIZER, check_output, check_shared, check_space, open_output, output_lock
 from .progress import Progress
 from .results import begin_result, finish_result
 from .state import PARTIAL, STATES, RunProgress, latest_state, load_state
@@ -152,7 +152,7 @@ def _run(task: Task, lock: FileLock) -> Path:
         if attention != "softmax":
             write_card(output / MODEL, repo_id=options.push_to_hub)
         write_result(document, output / RESULT)
-        for name in (STATES, TRANSFER):
+        for name in (STATES, TRANSFER, TOKENIZER):
             shutil.rmtree(output / name, ignore_errors=True)
         tell.say(f"Written: {output / MODEL} and {output / RESULT}")
         if options.push_to_hub:

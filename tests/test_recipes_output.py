@@ -1,0 +1,97 @@
+"""The output folder: what a run may use, what it refuses, and that it deletes nothing that a run has not written."""
+
+import json
+import shutil
+
+import convert as convert_recipe
+import finetune_lm
+import finetune_snli
+import pytest
+from recipe_models import forget_processes, make_bert, run_here
+from training.options import RunOptions
+
+SNLI = (finetune_snli.SnliTask, RunOptions)
+QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+def listing(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(capsys, recipe=SNLI, **fields):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_here(*recipe, **{**QUICK, **fields})
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_folders_of_others_are_refused(bert, tmp_path, capsys, how):
+    """Among them the input model itself, which earlier versions replaced."""
+    for name in ("model", "state", "transfer", "best"):
+        shutil.copytree(bert, tmp_path / name)
+    before = listing(tmp_path)
+    said = refused(capsys, model=str(tmp_path / "model"), output=str(tmp_path), **how)
+    assert f"--model {tmp_path / 'model'} lies inside --output" in said
+    assert "is not empty and was not written by a recipe" in refused(capsys, model=bert, output=str(tmp_path), **how)
+    forget_processes()
+    with pytest.raises(SystemExit):
+        convert_recipe.convert(
+            convert_recipe.ConvertOptions(model=bert, attention="hedgehog", output=str(tmp_path), **how)
+        )
+    assert "is not empty and was not written by a recipe" in capsys.readouterr().err
+    assert listing(tmp_path) == before
+
+
+def test_inputs_inside_a_finished_run(bert, tmp_path, capsys):
+    """`--overwrite` would delete the model that the new run begins with, also through a link."""
+    run_here(*SNLI, model=bert, attention="favor+", output=str(tmp_path / "out"), **QUICK)
+    before = listing(tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "out" / "model")
+    for fields in (
+        {"model": str(tmp_path / "out" / "model")},
+        {"model": str(tmp_path / "link")},
+        {"model": bert, "init": str(tmp_path / "out" / "model")},
+        {"model": bert, "tokenizer": str(tmp_path / "out" / "model")},
+    ):
+        assert "lies inside --output" in refused(capsys, output=str(tmp_path / "out"), overwrite=True, **fields)
+    assert listing(tmp_path / "out") == before
+    again = run_here(*SNLI, model=bert, output=str(tmp_path / "out"), overwrite=True, **QUICK)
+    assert again["attention"] == "softmax"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "experiment 3"}', "\x00\xff"])
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_damaged_record(bert, tmp_path, capsys, text, how):
+    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "model").mkdir()
+    said = refused(capsys, model=bert, output=str(tmp_path), **how)
+    assert "run.json is not the record of a run" in said and "choose another --output" in said
+    assert (tmp_path / "model").is_dir() and (tmp_path / "run.json").read_text() == text
+
+
+def test_the_record_is_written_whole_or_not_at_all(bert, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_here(*SNLI, model=bert, output=str(tmp_path / "out"), **QUICK)
+    monkeypatch.undo()
+    assert not (tmp_path / "out" / "run.json").exists()
+    run_here(*SNLI, model=bert, output=str(tmp_path / "out"), **QUICK)  # what is left does not get in the way
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["model"] == bert
+
+
+def test_a_tokenizer_trained_before_a_failure_does_not_block_the_folder(tmp_path, capsys):
+    language = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
+    (tmp_path / "gpt2.json").write_text('{"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}')
+    fields = {"model": None, "from_scratch": str(tmp_path / "gpt2.json"), "vocab_size": 300, "max_train_samples": 400}
+    fields |= {"max_eval_samples": 40, "output": str(tmp_path / "out")}
+    refused(capsys, language, attention="favour", max_length=16, **fields)
+    run_here(*language, max_length=16, **{**QUICK, **fields})
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [".lock", "model", "result.json", "run.json"]
