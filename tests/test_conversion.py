@@ -230,10 +230,17 @@ def test_processes_share_texts(monkeypatch):
     """Every text once, and no process sees those of another."""
     texts = [str(i) for i in range(24)]
     seen = []
+
+    class Words:
+        model_max_length = 8
+
+        def __call__(self, part, **_):
+            return {"texts": part}
+
     for rank in range(2):
         monkeypatch.setattr(conversion_batches, "process_count", lambda: 2)
         monkeypatch.setattr(conversion_batches, "process_rank", lambda rank=rank: rank)
-        shared = conversion_batches._Texts(texts, lambda part, **_: {"texts": part}, batch_size=3, max_length=8, seed=0)
+        shared = conversion_batches._Texts(texts, Words(), batch_size=3, max_length=8, seed=0)
         seen.append([text for batch in shared for text in batch["texts"]])
     assert [len(part) for part in seen] == [12, 12] and sorted(seen[0] + seen[1]) == sorted(texts)
 
@@ -256,10 +263,8 @@ def test_mistakes_are_told():
     for arguments, message in [
         ((None, batches), "not patched"),
         (("favor+", batches), "nothing to train.*trainable=True"),
-        (("hedgehog", batches[0]), "several batches or several texts"),
         (("hedgehog", ["some", "texts"]), "give their tokenizer"),
         (("hedgehog", []), "empty"),
-        (("hedgehog", batches[:1]), "came to an end after 0 steps"),
         (("hedgehog", iter(batches)), "came to an end after 2 steps.*a list or DataLoader"),
         (("rff", batches), "can be negative"),
     ]:
@@ -270,6 +275,7 @@ def test_mistakes_are_told():
         ({"steps": 0}, "steps must be a positive"),
         ({"patience": 0}, "patience must be a positive"),
         ({"tokenizer": tokenizer()}, "tokenizer is for texts"),
+        ({"measure": batches}, "measure must be one batch.*not list"),
         ({"num_features": -1}, "num_features"),
     ]:
         with pytest.raises(ValueError, match=message):

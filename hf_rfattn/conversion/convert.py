@@ -9,21 +9,22 @@ Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with S
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..features import PositiveFeatures
 from ..integration import attention_error, calibrate, patch_model, unpatch_model
+from ..integration.batches import Data
 from ..integration.patching import Attention
 from .batches import TrainingBatches
-from .processes import process_rank
+from .processes import check_alike, from_first, process_rank
 from .report import Conversion
 from .transfer import STATE, Transfer
 
@@ -31,7 +32,7 @@ from .transfer import STATE, Transfer
 def convert(
     model: nn.Module,
     attention: Attention | None,
-    batches: Iterable[Mapping[str, Any]] | Sequence[str],
+    batches: Data,
     *,
     steps: int = 400,
     learning_rate: float = 0.05,
@@ -51,19 +52,23 @@ def convert(
     """Patch a model and train its mechanisms, and nothing else, to imitate the softmax they replace.
 
     `attention` and further keywords: as `patch_model` takes them; None takes a model that is patched already.
-    `batches`: what a tokenizer returns, one mapping a step, gone through again as often as needed; or texts, with their
-    `tokenizer` (and `batch_size`, `max_length`). No labels are needed. `steps` and `learning_rate`: of Adam; the rate
-    is the highest, it warms up, then falls as a cosine. `seed`: of random draws and of the order of texts.
+    `batches`: what a tokenizer returns, one mapping a step, gone through again as often as needed, or only one of them;
+    or texts, or one, with their `tokenizer` (and `batch_size`, `max_length`). No labels are needed. `steps` and
+    `learning_rate`: of Adam; the rate is the highest, it warms up, then falls as a cosine. `seed`: of random draws and
+    of the order of texts.
 
     `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
     themselves. `divergence`: weight of the divergence between attention weights, for inputs of up to 1024 tokens, since
     it takes quadratic memory. `patience`: a layer whose loss does not fall any more within so many steps is left as it
-    is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on.
+    is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on,
+    unless there is no other.
 
-    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it.
+    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it. Other
+    batches, or the same in another order, raise ValueError: a DataLoader that shuffles needs a seeded `generator`.
     `progress`: show a bar.
 
     Where torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
+    Everything else must be alike on all of them, or ValueError; errors are measured on the batch of the first process.
     Parameters are trained in float32 whatever the dtype of the model. What requires gradients and what is in training
     mode stays so. An error leaves the model with its softmax; Ctrl-C leaves what was learnt so far.
 
@@ -76,6 +81,8 @@ def convert(
     >>> report.steps
     {'encoder.layer.0.attention.self': 2}
     """
+    if measure is not None and not isinstance(measure, Mapping):
+        raise ValueError(f"measure must be one batch, as a tokenizer returns it, not {type(measure).__name__}.")
     _check_numbers(steps=steps, save_every=save_every, batch_size=batch_size, patience=patience)
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
@@ -85,23 +92,31 @@ def convert(
     try:
         if measure is None:
             measure = data.take_first()
+        measure = from_first({k: v.cpu() if isinstance(v, Tensor) else v for k, v in measure.items()})
         if attention is not None and any(isinstance(m, PositiveFeatures) and m.optimal for m in model.modules()):
             calibrate(model, measure)
         before = attention_error(model, measure)
         transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
         state = None if checkpoint is None else Path(checkpoint) / STATE
+        check_alike(seed=seed, settings=transfer.settings(), mechanisms=transfer.digest())
         with transfer.layers_in_float32(), _progress_bar(progress, steps) as tell:
-            if state is not None:
-                transfer.load(state, before)
-            source = data.from_step(transfer.step)
+            expected = None if state is None else transfer.load(state, before)
+            check_alike(steps_in_the_checkpoint=transfer.step)
+            data.skip(transfer.step)
+            if expected is not None and data.digest() != expected:
+                raise ValueError(
+                    f"{state} was trained on other batches than those given now, or in another order (a DataLoader "
+                    "that shuffles needs a seeded generator). Give the same batches again, or another checkpoint."
+                )
             started = time.perf_counter() - transfer.seconds
             while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
-                transfer.train(next(source))
+                transfer.train(data.next())
                 transfer.seconds = time.perf_counter() - started
                 tell(transfer.step, transfer.mean_error())
-                due = transfer.step % save_every == 0 or transfer.step == steps
-                if state is not None and due and process_rank() == 0:
-                    transfer.save(state, before)
+                if state is not None and (transfer.step % save_every == 0 or transfer.step == steps):
+                    seen = data.digest()
+                    if process_rank() == 0:
+                        transfer.save(state, before, seen)
     except Exception:
         if attention is not None:
             unpatch_model(model)

@@ -1,9 +1,12 @@
 """Several processes, where torch.distributed is initialised; one otherwise."""
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+
+Value = TypeVar("Value")
 
 
 def process_count() -> int:
@@ -12,6 +15,34 @@ def process_count() -> int:
 
 def process_rank() -> int:
     return distributed.get_rank() if process_count() > 1 else 0
+
+
+def gather(value: Value) -> list[Value]:
+    """What each process has, by rank."""
+    if process_count() == 1:
+        return [value]
+    found: list[Any] = [None] * process_count()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def from_first(value: Value) -> Value:
+    """What the first process has."""
+    values = [value]
+    if process_count() > 1:
+        distributed.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def check_alike(**values: Any) -> None:
+    """Raise, on every process, if one of these is not the same on all."""
+    found = gather(values)
+    for name, first in found[0].items():
+        if any(each[name] != first for each in found):
+            raise ValueError(
+                f"The processes differ in {name}: {', '.join(str(each[name]) for each in found)}. They train one model "
+                "together, so give all of them the same model, seed and options."
+            )
 
 
 def sum_over_processes(tensors: Sequence[Tensor]) -> None:

@@ -1,5 +1,6 @@
 """The training of attention transfer, and its state on disk."""
 
+import hashlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from ..integration import AttentionError
 from ..integration.error import energy, mechanism_sites, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
+from .batches import tensor_bytes
 from .processes import process_count, sum_over_processes
 
 STATE = "conversion.safetensors"
@@ -155,8 +157,16 @@ class Transfer:
         """Root of the mean loss of the last step, over layers."""
         return math.sqrt(sum(layer.loss for layer in self.layers.values()) / len(self.layers))
 
-    def save(self, path: Path, before: AttentionError) -> None:
-        """Write the state whole or not at all."""
+    def digest(self) -> str:
+        """Of the parameters and random draws of all mechanisms."""
+        total = hashlib.blake2b(digest_size=8)
+        for mechanism, name in mechanism_sites(self.model).items():
+            for key, value in mechanism.state_dict().items():
+                total.update(f"{name} {key}\0".encode() + tensor_bytes(value))
+        return total.hexdigest()
+
+    def save(self, path: Path, before: AttentionError, batches: str) -> None:
+        """Write the state whole or not at all. `batches`: digest of those it was trained on."""
         tensors: dict[str, Tensor] = {}
         for layer in self.layers.values():
             for name, parameter in layer.parameters.items():
@@ -164,7 +174,8 @@ class Transfer:
                 for key, value in self.optimizer.state[parameter].items():
                     tensors[f"{layer.name}/{name}/{key}"] = value
         facts = {
-            "settings": self._settings(),
+            "settings": self.settings(),
+            "batches": batches,
             "step": self.step,
             "seconds": self.seconds,
             "before": before.to_dict(),
@@ -178,15 +189,24 @@ class Transfer:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def load(self, path: Path, before: AttentionError) -> None:
-        """Go on from a state, if there is one."""
+    def load(self, path: Path, before: AttentionError) -> str | None:
+        """Go on from a state, if there is one; returns the digest of the batches it was trained on."""
         if not path.exists():
-            return
+            return None
+        try:
+            return self._load(path, before)
+        except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} is damaged or was not written by this version ({type(error).__name__}: {error}). Delete it to "
+                "start the conversion again, or give another checkpoint."
+            ) from error
+
+    def _load(self, path: Path, before: AttentionError) -> str:
         with safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         for what, then, now in (
-            ("settings", facts["settings"], self._settings()),
+            ("settings", facts["settings"], self.settings()),
             ("error before training", _rounded(facts["before"]["overall"]), _rounded(before.overall)),
         ):
             if then != now:
@@ -207,8 +227,9 @@ class Transfer:
                     for key, value in tensors.items()
                     if key.startswith(f"{prefix}/")
                 }
+        return facts["batches"]
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         names = ("steps", "learning_rate", "parts", "divergence", "patience")
         kinds = {layer.name: mechanism.config.to_dict() for mechanism, layer in self.layers.items()}
         return {name: getattr(self, name) for name in names} | {"layers": kinds}

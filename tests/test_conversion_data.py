@@ -1,0 +1,198 @@
+"""What `convert` is trained on: texts, batches or one batch; the same when it resumes, and on every process."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import tiny_bert
+from datasets import Dataset
+from recipe_models import tokenizer
+from safetensors.torch import load, save
+from test_conversion import Torn, learnt, lively, make_batches, same, torn
+from torch import distributed
+from torch.utils.data import DataLoader
+
+from hf_rfattn import FavorConfig, attention_error, convert, patch_model
+from hf_rfattn.conversion.batches import digest
+from hf_rfattn.conversion.transfer import STATE
+
+TEXTS = [f"{a} : {b} ; {a} ." for a in ("box", "cup", "jar", "pot") for b in ("red", "blue", "green", "grey")]
+
+
+def test_one_batch_alone_in_a_list_or_as_texts():
+    model, words = lively(tiny_bert()), tokenizer()
+    (batch,) = make_batches(1)
+    encoded = words(TEXTS[:4], padding=True, return_tensors="pt")
+    found = []
+    for data, options in (
+        (batch, {}),
+        ([batch], {}),
+        (dict(encoded), {}),
+        (TEXTS[:4], {"tokenizer": words}),
+        (Dataset.from_dict({"text": TEXTS[:4]})["text"], {"tokenizer": words}),
+    ):
+        copied = copy.deepcopy(model)
+        report = convert(copied, "hedgehog", data, steps=6, progress=False, **options)
+        assert all(a < b for a, b in zip(report.after.overall, report.before.overall, strict=True))
+        found.append(learnt(copied))
+    assert same(found[0], found[1]) and same(found[3], found[4])
+    for name, value in found[2].items():  # up to the order of the rows
+        torch.testing.assert_close(found[3][name], value, rtol=0, atol=1e-3)
+
+
+def test_one_text_and_few_texts():
+    """All of them are trained on, and measured on, unless a whole batch can be kept apart."""
+    model = lively(tiny_bert())
+    options = {"tokenizer": tokenizer(), "batch_size": 4, "steps": 3, "progress": False}
+    for texts in (TEXTS[0], TEXTS[:1], TEXTS[:5], TEXTS[:7]):
+        copied = copy.deepcopy(model)
+        report = convert(copied, "hedgehog", texts, **options)
+        assert all(a < b for a, b in zip(report.after.overall, report.before.overall, strict=True))
+    one = tokenizer()(TEXTS[:1], return_tensors="pt")
+    copied = copy.deepcopy(model)
+    report = convert(copied, "hedgehog", TEXTS[0], **options)
+    assert report.after.overall == attention_error(copied, one).overall
+    with pytest.raises(ValueError, match="an empty text"):
+        convert(copied, "hedgehog", "", **options)
+
+
+def test_texts_are_cut_where_the_tokenizer_says():
+    model, words = lively(tiny_bert()), tokenizer()
+    words.model_max_length = 160  # as many as there are positions
+    convert(model, "hedgehog", ["box : red ; " * 100] * 2, tokenizer=words, steps=1, progress=False)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A conversion that broke off at step 5, with a state of step 4: what made it, and where it is."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("begun")
+    model, batches = lively(tiny_bert()), make_batches()
+    options = {"measure": batches[0], "steps": 8, "save_every": 2, "progress": False}
+    with pytest.raises(Torn):
+        convert(copy.deepcopy(model), "hedgehog", torn(batches, 5), checkpoint=folder, **options)
+    return model, batches, options, folder
+
+
+def test_resuming_on_other_batches_is_refused(begun):
+    model, batches, options, folder = begun
+    other = copy.deepcopy(batches)
+    other[2]["input_ids"][1, 3] += 1
+    for wrong in (other, batches[::-1], [*batches[1:], batches[0]], [batches[0], *batches]):
+        with pytest.raises(ValueError, match=r"was trained on other batches.*Give the same batches again"):
+            convert(copy.deepcopy(model), "hedgehog", wrong, checkpoint=folder, **options)
+    again, whole = copy.deepcopy(model), copy.deepcopy(model)
+    convert(again, "hedgehog", copy.deepcopy(batches), checkpoint=folder, **options)
+    convert(whole, "hedgehog", batches, **options)
+    assert same(learnt(again), learnt(whole))
+    with pytest.raises(ValueError, match="was trained on other batches"):  # finished, but not with these
+        convert(copy.deepcopy(model), "hedgehog", other, checkpoint=folder, **options)
+
+
+def test_a_data_loader_that_shuffles_needs_a_seed(tmp_path):
+    model = lively(tiny_bert())
+    rows = [{"input_ids": torch.randint(1, 50, (12,))} for _ in range(24)]
+
+    def begin(**options):
+        loader = DataLoader(rows, batch_size=4, shuffle=True, **options)
+        return convert(
+            copy.deepcopy(model), "hedgehog", loader, measure={"input_ids": torch.arange(12)[None]}, steps=4,
+            checkpoint=tmp_path / str(len(options)), progress=False,
+        )  # fmt: skip
+
+    for seeded in (False, True):
+        begin(**({"generator": torch.Generator().manual_seed(1)} if seeded else {}))
+        if seeded:
+            begin(generator=torch.Generator().manual_seed(1))
+        else:
+            with pytest.raises(ValueError, match="shuffles needs a seeded generator"):
+                begin()
+
+
+def test_the_digest_of_a_batch():
+    """Does not depend on how processes share it, nor on padding; depends on everything else."""
+    ids = torch.randint(1, 50, (4, 9))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    shares = [{name: value[rank::2] for name, value in batch.items()} for rank in range(2)]
+    assert digest(batch, 3) == sum(digest(share, 3) for share in shares)
+    other = ids.clone()
+    other[1, 7] = 0
+    wider = {name: torch.cat([value, torch.zeros_like(value)], 1) for name, value in batch.items()}
+    assert digest(batch, 3) == digest({**batch, "input_ids": other}, 3) == digest(wider, 3)
+    other[0, 0] = 0
+    shorter = mask.clone()
+    shorter[2, 8] = 0
+    for changed in ({"input_ids": other}, {"attention_mask": shorter}, {"token_type_ids": mask}):
+        assert digest({**batch, **changed}, 3) != digest(batch, 3)
+    assert digest(batch, 2) != digest(batch, 3)
+    assert digest({"labels": torch.tensor(0.5, dtype=torch.bfloat16), "text": "x"}, 0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "cut": lambda state: state[:-40],
+        "empty": lambda state: b"",
+        "text": lambda state: b"nonsense" * 9,
+        "no metadata": lambda state: save(load(state)),
+        "facts are no JSON": lambda state: save(load(state), {"facts": "["}),
+        "facts are a list": lambda state: save(load(state), {"facts": "[]"}),
+        "no tensors": lambda state: save({}, {"facts": facts_of(state)}),
+        "of an earlier version": lambda state: save(load(state), {"facts": facts_of(state, without="batches")}),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_damaged_state(begun, tmp_path, damage):
+    model, batches, options, folder = begun
+    (tmp_path / STATE).write_bytes(damage[1]((folder / STATE).read_bytes()))
+    with pytest.raises(ValueError, match=rf"{STATE} is damaged.*Delete it to start the conversion again"):
+        convert(copy.deepcopy(model), "hedgehog", batches, checkpoint=tmp_path, **options)
+
+
+def facts_of(state, without=None):
+    size = int.from_bytes(state[:8], "little")
+    facts = json.loads(json.loads(state[8 : 8 + size])["__metadata__"]["facts"])
+    return json.dumps({name: value for name, value in facts.items() if name != without})
+
+
+def _convert_otherwise(rank, folder, model, batches):
+    """Each process with a seed, an option or a draw of its own: none of them may begin to train."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    said = []
+    options = {"steps": 2, "progress": False}
+    attempts = [
+        lambda m: convert(m, "favor+", batches, trainable=True, seed=rank, **options),
+        lambda m: convert(m, "hedgehog", batches, learning_rate=0.05 + rank, **options),
+        lambda m: convert(patch_model(m, "rff", seed=rank), None, batches, **options),
+        lambda m: convert(m, "hedgehog", batches, checkpoint=f"{folder}/{rank}", **options),
+    ]
+    convert(copy.deepcopy(model), "hedgehog", batches, checkpoint=f"{folder}/0", **options)  # a state of process 0
+    for attempt in attempts:
+        try:
+            attempt(copy.deepcopy(model))
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    mine = [{name: value[rank::2] for name, value in batch.items()} for batch in batches]
+    far = (FavorConfig(variance="optimal"),)
+    report = convert(copy.deepcopy(model), "fmm", mine, far=far, checkpoint=f"{folder}/shared", **options)
+    convert(model, "fmm", mine, far=far, checkpoint=f"{folder}/shared", **options)  # goes on from there
+    torch.save((said, model.state_dict(), report.before.overall), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_that_differ_are_refused(tmp_path):
+    model, batches = lively(tiny_bert()), make_batches(4)
+    torch.multiprocessing.spawn(_convert_otherwise, (str(tmp_path), model, batches), nprocs=2)
+    (first, weights, before), (second, others, same_before) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    assert first == second and before == same_before
+    for said, message in zip(
+        first, ["seed: 0, 1", "settings", "mechanisms", "steps_in_the_checkpoint: 2, 0"], strict=True
+    ):
+        assert f"The processes differ in {message}" in said
+    assert same(weights, others)  # calibrated on the batch of the first process
