@@ -1,13 +1,18 @@
 """The folder is checked before anything is contacted: what is not fit to publish, and why."""
 
+import json
 import shutil
+import types
 from pathlib import Path
 
 import pytest
 from result_documents import edit, make_checkpoint, measured_runs, write_results
+from typer.testing import CliRunner
 
+from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.faults import scrub
+from hf_rfattn.hub.folder import INDEX, checkpoint_fingerprint
 from hf_rfattn.hub.publish import make_plan, publish
 
 TOKEN = "hf_" + "aB3" * 11
@@ -88,7 +93,42 @@ def _no_model(folder):
     write_card(folder, repo_id=NAME)
 
 
+def _link(folder):
+    key = folder.parent / "id_rsa"
+    key.write_text("secret")
+    (folder / "LICENSE").symlink_to(key)
+
+
+def _linked_results(folder):
+    (folder / "results").rename(folder.parent / "elsewhere")
+    (folder / "results").symlink_to(folder.parent / "elsewhere")
+
+
+def _private_key(folder):
+    (folder / "LICENSE").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nb3Bl\n")
+
+
+def _oauth_token(folder):
+    edit(folder / "tokenizer_config.json", lambda config: config.update(note="hf_oauth_eyJhbGciOi.eyJz-dWI_iOiI.x"))
+
+
+def _shard_elsewhere(folder):
+    (folder / "model.safetensors").rename(folder.parent / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"x": "../model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _no_weights(folder):
+    (folder / "model.safetensors").rename(folder / "optimizer.safetensors")
+
+
 UNFIT = {
+    _link: "LICENSE: links are not followed",
+    _linked_results: "results: links are not followed",
+    _private_key: "LICENSE holds a private key",
+    _oauth_token: "tokenizer_config.json holds a token",
+    _shard_elsewhere: "not a file of weights in this folder",
+    _no_weights: "has no weights",
     _no_card: "has no card",
     _other_weights: "was not made for these weights",
     _other_result: "are not those the card was made from",
@@ -111,6 +151,62 @@ def test_folders_that_are_not_fit(folder, damage, message):
     assert TOKEN not in str(caught.value)
 
 
+OTHERS = (
+    "optimizer.safetensors", "vocab.sqlite", "secrets.model", "LICENSE_KEYS", "LICENSE.pem", "tokenizer_secrets.json",
+    "photo.png", "model.fp16.safetensors", "results/notes.txt", "additional_chat_templates/x.py", "sub/config.json",
+    "model-00001-of-00002.safetensors", ".env",
+)  # fmt: skip
+
+
+def test_only_what_belongs_to_a_model_is_sent(folder):
+    before = make_plan(folder, NAME)
+    assert not before.left_out
+    for name in OTHERS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    (folder / "NOTICE.txt").write_text("fine")
+    plan = make_plan(folder, NAME)
+    assert set(plan.files) == {*before.files, "NOTICE.txt"} and set(plan.left_out) == {*OTHERS} - {".env"}
+    assert publish(folder, NAME, dry_run=True)  # the card is still that of the weights
+    assert set(make_plan(folder, NAME, include=["photo.png"]).files) == {*plan.files, "photo.png"}
+    with pytest.raises(ValueError, match=r"'other' cannot be included: .* has no such file"):
+        make_plan(folder, NAME, include=["other"])
+    (folder / "sub" / "rng.pth").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"sub/rng\.pth: loading such a file can run code"):
+        make_plan(folder, NAME, include=["sub/rng.pth"])
+
+
+def test_shards_are_those_of_the_index(folder):
+    before = checkpoint_fingerprint(folder)
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name in (*names, "model-00003-of-00002.safetensors"):
+        shutil.copy(folder / "model.safetensors", folder / name)
+    assert checkpoint_fingerprint(folder) == before  # one file goes first, as for from_pretrained
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
+    plan = make_plan(folder, NAME)
+    assert {*names, INDEX} < set(plan.files) and plan.left_out == ["model-00003-of-00002.safetensors"]
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(ValueError, match="is not an index of weights"):
+        make_plan(folder, NAME)
+
+
+def test_the_user_is_asked_about_the_rest(folder, monkeypatch):
+    """On a terminal only; a script names files with --include."""
+    for name in ("notes.txt", "photo.png"):
+        (folder / name).write_text("mine")
+    sent = []
+    monkeypatch.setattr("hf_rfattn.hub.publish.publish", lambda *_, include, **__: sent.append(list(include)))
+    words = ["publish", str(folder), "--repo", NAME]
+    done = CliRunner().invoke(app, words)
+    assert "Left out: notes.txt, photo.png (--include FILE sends one)" in done.output and sent == [[]]
+    terminal = types.SimpleNamespace(stdin=types.SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("hf_rfattn.hub.cli.sys", terminal)
+    done = CliRunner().invoke(app, words, input="n\ny\n")
+    assert "photo.png does not belong to a model. Send it too? [y/N]" in done.output
+    assert sent[1:] == [["photo.png"]] and "Left out: notes.txt" in done.output
+
+
 def test_the_card_names_the_repository(folder):
     with pytest.raises(ValueError, match="does not tell readers to load 'me/other'"):
         publish(folder, "me/other", dry_run=True)
@@ -124,4 +220,6 @@ def test_names_that_are_not_possible(folder, name):
 
 def test_scrub():
     assert scrub(f"Bearer {TOKEN}, {TOKEN}!") == "Bearer ***, ***!"
+    assert scrub("token hf_oauth_eyJhbGci.eyJz-dWI_x.Zz, hf_jwt_abcdefgh") == "token ***, ***"
+    assert scrub("hf_rfattn.integration") == "hf_rfattn.integration"
     assert scrub("my-own-token in a text", "my-own-token") == "*** in a text"

@@ -1,5 +1,6 @@
 """`hf-rfattn card DIR` and `hf-rfattn publish DIR --repo me/name`. What they need is imported when they run."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -55,9 +56,14 @@ def publish(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and show what would be sent; send nothing.")
     ] = False,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Send this file of DIR too."),
+    ] = None,
 ) -> None:
     """Send a patched checkpoint with its card, plot and results to the Hub, in one commit.
 
+    Only files that belong to a model are sent, those that --include names, and those that you agree to on the terminal.
     The token is that of `hf auth login` or of HF_TOKEN.
     """
     with errors_without_traceback():
@@ -67,14 +73,21 @@ def publish(
         from .publish import publish as send
 
         transformers.logging.set_verbosity_error()
-        plan = make_plan(folder, repo, revision)
+        sent = list(include or ())
+        plan = make_plan(folder, repo, revision, sent)
+        if not dry_run and sys.stdin.isatty():
+            asked = [
+                name for name in plan.left_out if typer.confirm(f"{name} does not belong to a model. Send it too?")
+            ]
+            sent += asked
+            plan = make_plan(folder, repo, revision, sent)
         for name, size in plan.files.items():
             _print(f"{in_bytes(size):>12}  {name}")
         _print(f"{in_bytes(plan.size):>12}  {len(plan.files)} files, to {plan.address}")
         if plan.left_out:
-            _print(f"Left out: {', '.join(plan.left_out)}")
+            _print(f"Left out: {', '.join(plan.left_out)} (--include FILE sends one)")
         try:
-            address = send(folder, repo, private=private, revision=revision, dry_run=dry_run, tell=_print)
+            address = send(folder, repo, private=private, revision=revision, dry_run=dry_run, include=sent, tell=_print)
         except KeyboardInterrupt:
             _print("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
             raise typer.Exit(130) from None

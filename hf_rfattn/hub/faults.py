@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+")
+SIGNED = r"hf_(?:oauth|jwt)_[\w.~+/=-]{8,}"  # tokens of OAuth and of jobs
+SECRET = re.compile(rf"{SIGNED}|hf_[A-Za-z0-9]{{8,}}|(?<=Bearer )\S+")  # removed from messages
+TOKEN = re.compile(rf"\b(?:{SIGNED}|hf_[A-Za-z0-9]{{30,}}\b)")  # looked for in files
 NO_TOKEN = (
     "There is no token for the Hub. Make one with write permission at https://huggingface.co/settings/tokens, then run "
     "`hf auth login` or set HF_TOKEN."

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ from ..commands import option_value
 from ..integration.patching import SOFTMAX, parse_layers
 from ..mechanisms import resolve_config
 
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 CARD, RESULTS, PLOT = "README.md", "results", "results.png"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
@@ -31,11 +34,11 @@ class CheckpointFolder:
                 "Call hf_rfattn.patch_model and model.save_pretrained first."
             )
         if not self.weights:
-            raise ValueError(f"{self.path} has no weights: no file ends in .safetensors.")
+            raise ValueError(f"{self.path} has no weights: neither {WEIGHTS} nor {INDEX} with its shards.")
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        path = self.path / "config.json"
+        path = self.path / CONFIG
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -71,7 +74,7 @@ class CheckpointFolder:
 
     @property
     def weights(self) -> list[Path]:
-        return sorted(self.path.glob("*.safetensors"))
+        return weight_files(self.path)
 
     @property
     def architecture(self) -> str | None:
@@ -91,10 +94,24 @@ class CheckpointFolder:
         return own == canonical(attention, self.num_layers)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The weights that `from_pretrained` reads, and no other tensors: one file, or the shards that an index names."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX} is not an index of weights: {type(error).__name__}: {error}.") from error
+    for name in names:
+        if not isinstance(name, str) or not SHARD.fullmatch(name) or not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX} names {name!r}, which is not a file of weights in this folder.")
+    return [folder / name for name in names]
+
+
 def checkpoint_fingerprint(folder: str | Path) -> str:
     """SHA-256 over config.json and the weights: what a result and a card name the checkpoint by."""
     folder = Path(folder)
-    return _digest([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+    return _digest([folder / CONFIG, *weight_files(folder)])
 
 
 def results_fingerprint(folder: Path) -> str:

@@ -6,9 +6,8 @@ readers see, and a second run sends only what the Hub does not have yet.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,29 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..commands import named_model_class
 from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card
-from .faults import NO_TOKEN, PublishError, explain, scrub
-from .folder import CARD, RESULTS, CheckpointFolder
+from .faults import NO_TOKEN, TOKEN, PublishError, explain, scrub
+from .folder import CARD, CONFIG, INDEX, PLOT, RESULTS, CheckpointFolder
 
-SENT = (
-    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-    "chat_template.jinja", "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json",
-    CARD, "*.png", f"{RESULTS}/*.json", "LICENSE*", "NOTICE*",
-)  # fmt: skip
+# what save_pretrained of models, tokenizers and processors writes, `hf-rfattn card`, and licences
+FILES = {
+    CONFIG, INDEX, "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tokenizer.model", "chat_template.jinja", CARD, PLOT,
+    *(name + suffix for name in ("LICENSE", "NOTICE") for suffix in ("", ".md", ".txt")),
+}  # fmt: skip
+FOLDERS = {RESULTS: ".json", "additional_chat_templates": ".jinja"}  # and their files that end so
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 WEIGHTS = re.compile(  # as from_pretrained looks for them
     r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
 )
+PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 MAIN = "main"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be sent: sizes by name in the repository. `left_out`: files of the folder that stay here."""
+    """What would be sent: sizes by name in the repository. `left_out`: files that do not belong to a model."""
 
     repo_id: str
     address: str
@@ -56,6 +59,7 @@ def publish(
     revision: str | None = None,
     dry_run: bool = False,
     token: str | None = None,
+    include: Sequence[str] = (),
     tell: Callable[[str], Any] = lambda message: None,
 ) -> str:
     """Check a checkpoint's folder, send it to the Hub in one commit, and return its address there.
@@ -63,11 +67,12 @@ def publish(
     The folder must hold a patched checkpoint in safetensors that loads again, and a card that `hf-rfattn card` made for
     just these weights; otherwise ValueError, before anything is contacted. `private`: if the repository is new.
     `revision`: a branch, made if need be. `dry_run`: only check. `token`: by default the one of `hf auth login` or
-    HF_TOKEN. `tell`: is given a line now and then.
+    HF_TOKEN. `include`: files to send beside those that belong to a model; others stay here, and links are refused.
+    `tell`: is given a line now and then.
 
     Faults on the way are a `PublishError`.
     """
-    plan = make_plan(folder, repo_id, revision)
+    plan = make_plan(folder, repo_id, revision, include)
     path = Path(folder)
     check_card(path, repo_id)
     check_reload(path)
@@ -82,23 +87,39 @@ def publish(
     return _send(path, plan, private, revision or MAIN, token, tell)
 
 
-def make_plan(folder: str | Path, repo_id: str, revision: str | None = None) -> Plan:
+def make_plan(folder: str | Path, repo_id: str, revision: str | None = None, include: Sequence[str] = ()) -> Plan:
     """Which files would be sent where. Contacts nothing."""
     validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"{repo_id!r} does not say whose it is; write me/{repo_id}.")
-    path = CheckpointFolder(Path(folder)).path
-    names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-    names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
-    pickles = [name for name in names if name.endswith(PICKLES) and name.count("/") == 0]
+    checkpoint = CheckpointFolder(Path(folder))
+    path = checkpoint.path
+    found = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*"))}
+    found = {name: p for name, p in found.items() if not any(part.startswith(".") for part in name.split("/"))}
+    if links := [name for name, p in found.items() if p.is_symlink()]:
+        raise ValueError(
+            f"{', '.join(links)}: links are not followed, since they may lead to other files of yours. Replace them by "
+            "copies (cp -L), or remove them."
+        )
+    names = [name for name, p in found.items() if p.is_file()]
+    pickles = [name for name in names if name.endswith(PICKLES) and (name.count("/") == 0 or name in include)]
     if pickles:
         raise ValueError(
             f"{', '.join(pickles)}: loading such a file can run code, so none is published. Weights are in "
             "safetensors; move the rest elsewhere."
         )
-    sent = [name for name in names if any(fnmatch(name, p) and name.count("/") == p.count("/") for p in SENT)]
+    for name in include:
+        if name not in names:
+            raise ValueError(f"{name!r} cannot be included: {path} has no such file. It has {', '.join(names)}.")
+    known = FILES | {weights.name for weights in checkpoint.weights} | set(include)
+    sent = [name for name in names if name in known or _in_known_folder(name)]
     address = f"{HfApi().endpoint}/{repo_id}" + (f"/tree/{revision}" if revision not in (None, MAIN) else "")
     return Plan(repo_id, address, {name: (path / name).stat().st_size for name in sent}, sorted(set(names) - set(sent)))
+
+
+def _in_known_folder(name: str) -> bool:
+    folder, _, file = name.partition("/")
+    return folder in FOLDERS and "/" not in file and file.endswith(FOLDERS[folder])
 
 
 def check_card(folder: Path, repo_id: str) -> None:
@@ -154,15 +175,16 @@ def check_reload(folder: Path) -> None:
 
 
 def check_secrets(folder: Path, plan: Plan, token: str) -> None:
-    """No text that is sent may hold a token."""
+    """No file that is sent may hold a token or a private key."""
     for name in plan.files:
-        if not name.endswith((".safetensors", ".png", ".model")):
+        if not name.endswith((".safetensors", ".png")):
             text = (folder / name).read_text(encoding="utf-8", errors="replace")
-            found = re.search(r"\bhf_[A-Za-z0-9]{30,}\b", text)
-            if found or (token and token in text):
+            if TOKEN.search(text) or (token and token in text):
                 raise ValueError(
                     f"{folder / name} holds a token of the Hub. Remove it, and revoke it if others saw it."
                 )
+            if PRIVATE_KEY.search(text):
+                raise ValueError(f"{folder / name} holds a private key. Remove it.")
 
 
 def _send(folder: Path, plan: Plan, private: bool, revision: str, token: str, tell: Callable[[str], Any]) -> str:
