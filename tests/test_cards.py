@@ -84,7 +84,7 @@ def test_says_what_it_is_and_how_to_load_it(measured):
     assert text.index("import hf_rfattn") < text.index("from transformers import")
     assert "pip install hf-rfattn" in text
     assert "commit `0123456789abcdef` of hf_rfattn, seed 3" in text
-    assert "`python recipes/finetune_snli.py --attention favor+`" in text
+    assert "`python finetune_snli.py --attention favor+`" in text
     assert "Rethinking Attention with Performers" in text and "Hedgehog" not in section(text, "Citations")
     assert "{{" not in text and "{%" not in text and "None" not in text
 

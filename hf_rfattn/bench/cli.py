@@ -87,7 +87,7 @@ def decode(
 
         from .decode import Settings, measure_decode
         from .decode_report import plot, tables
-        from .results import write_result
+        from .results import without_folders, write_result
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -109,7 +109,7 @@ def decode(
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task("loading", total=settings.runs)
             result = measure_decode(settings, lambda doing: progress.update(task, advance=1, description=doing))
-        write_result({**result, "command": _command(context)}, output / "decode.json")
+        write_result(without_folders({**result, "command": _command(context)}), output / "decode.json")
         plot(result).savefig(output / "decode.png", dpi=150)
     for table in tables(result):
         console.print(table)
@@ -155,7 +155,7 @@ def ops(
     with errors_without_traceback():
         from .ops import Settings, measure_ops
         from .ops_report import plot, tables
-        from .results import write_result
+        from .results import without_folders, write_result
 
         settings = Settings(
             lengths=parse_numbers("--lengths", lengths, LENGTHS),
@@ -181,7 +181,7 @@ def ops(
             result = measure_ops(settings, progress)
         name = "ops_peers" if peers else "ops"
         files = [output / f"{name}.json"]
-        write_result({**result, "command": _command(context)}, files[0])
+        write_result(without_folders({**result, "command": _command(context)}), files[0])
         for dtype in settings.dtypes:
             files.append(output / (f"{name}.png" if dtype == settings.dtypes[0] else f"{name}_{dtype}.png"))
             plot(result, dtype).savefig(files[-1], dpi=150)
@@ -232,7 +232,7 @@ def model(
 
         from .model import SHAPES, Settings, measure_model, speed_documents
         from .model_report import plot, tables
-        from .results import write_result
+        from .results import without_folders, write_result
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -262,7 +262,7 @@ def model(
                 result = measure_model(settings, progress)
             kind = result["model"]["type"]
             files = [output / f"model_{kind}.json", output / f"model_{kind}.png"]
-            write_result({**result, "command": _command(context)}, files[0])
+            write_result(without_folders({**result, "command": _command(context)}), files[0])
             plot(result).savefig(files[1], dpi=150)
             for name, document in speed_documents(result).items():
                 files.append(output / f"speed_{kind}_{name.replace(' ', '_')}.json")

@@ -36,7 +36,7 @@ from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
 from .contenders import named_configs
 from .devices import DTYPES, check_device, check_dtype
 from .plotting import BASELINE, SOFTMAX
-from .results import load_average, new_result, rounded
+from .results import load_average, name_of, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state
@@ -97,7 +97,7 @@ def measure_decode(settings: Settings, advance: Callable[[str], Any] = lambda do
                 cells += _measure_group(models, batch, contexts, settings, watch, advance)
     return {
         **result,
-        "model": describe(models[SOFTMAX], settings.model or "gpt2-shaped, random weights", settings.dtype),
+        "model": describe(models[SOFTMAX], name_of(settings.model or "gpt2-shaped, random weights"), settings.dtype),
         "attention": {name: config.to_dict() for name, config in settings.mechanisms.items()},
         "contexts": settings.contexts,
         "batches": settings.batches,

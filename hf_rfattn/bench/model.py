@@ -37,7 +37,7 @@ from .decode import describe, share_weights
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
 from .memory import bytes_around
 from .plotting import BASELINE, SOFTMAX
-from .results import load_average, new_result, rounded
+from .results import load_average, name_of, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions
@@ -101,7 +101,7 @@ class Settings:
         """A folder is called by its own name, never by its path."""
         if self.model in SHAPES:
             return self.base_model or f"{self.model}-shaped, random weights"
-        return self.base_model or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
+        return self.base_model or name_of(self.model)
 
 
 def measure_model(settings: Settings, progress: Report = lambda share, doing: None) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
@@ -114,18 +116,53 @@ def machine(found: Mapping[str, Any]) -> str:
     return f"{found.get('cpu') or 'a CPU'}" + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
 
 
-def without_folders(value: Any) -> Any:
-    """A document for others: absolute paths in it shrink to their last part.
+def name_of(given: str) -> str:
+    """What results call a model or data: a folder by its own name, never by its path.
 
-    >>> without_folders(["train.py", "--data=/home/me/snli", {"model": "/home/me/bert"}])
-    ['train.py', '--data=snli', {'model': 'bert'}]
+    >>> name_of("google-bert/bert-base-uncased")
+    'google-bert/bert-base-uncased'
     """
-    if isinstance(value, str):
-        name, equals, path = value.rpartition("=")
-        return name + equals + (Path(path).name if Path(path).is_absolute() else path)
-    if isinstance(value, Mapping):
-        return {key: without_folders(each) for key, each in value.items()}
-    return [without_folders(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return Path(given).expanduser().resolve().name if Path(given).expanduser().exists() else given
+
+
+def without_folders(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A result document for others, which names files and folders but does not say where they lie.
+
+    In its command and options only what it calls its model and its data keeps a slash, since any other name may be a
+    path on this machine; elsewhere what is clearly a path shrinks to its last part.
+
+    >>> words = ["python", "../work/train.py", "--data=sets/snli", "--model=me/bert"]
+    >>> without_folders({"model": "me/bert", "command": words})["command"]
+    ['python', 'train.py', '--data=snli', '--model=me/bert']
+    """
+    named = [document.get("model"), document.get("dataset")]
+    public = {each.get("name") if isinstance(each, Mapping) else each for each in named}
+
+    def clean(value: Any, keep: set[Any] | None) -> Any:
+        if isinstance(value, str):
+            return _without_folder(value, keep)
+        if isinstance(value, Mapping):
+            return {key: clean(each, keep) for key, each in value.items()}
+        return [clean(each, keep) for each in value] if isinstance(value, (list, tuple)) else value
+
+    found = {key: clean(each, public if key in ("command", "options") else None) for key, each in document.items()}
+    if isinstance(command := document.get("command"), str):
+        try:
+            words = shlex.split(command)
+        except ValueError:  # a quote that does not end
+            words = command.split()
+        found["command"] = shlex.join(clean(words, public))
+    return found
+
+
+def _without_folder(word: str, keep: set[Any] | None) -> str:
+    """A word, or NAME=VALUE, whose value is a path. `keep`: values that are none; None: only clear cases are paths."""
+    start, value = re.fullmatch(r"(-{0,2}[\w.-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    if not re.search(r"[/\\]", value) or (keep is not None and value in keep):
+        return word
+    if keep is None and not re.match(r"[/\\~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value):
+        return word
+    return start + (re.split(r"[/\\]", value.rstrip("/\\"))[-1] or ".")
 
 
 def rounded(value: float, digits: int = 4) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..bench.results import write_whole
+from ..bench.results import without_folders, write_result, write_whole
 from ..commands import in_bytes
 from .citations import cite
 from .comparison import Comparison, compare, crossover, limitations, number, speeds
@@ -19,7 +19,7 @@ from .documents import Result, SpeedResult, TaskResult, TransferResult, read_res
 from .folder import CARD, PLOT, RESULTS, CheckpointFolder, attention_label, full_config, mechanism_names_in
 from .plots import plot_results
 
-HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")  # of a model or a data set
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
 FINGERPRINT, RESULTS_FINGERPRINT = "rfattn_checkpoint_sha256", "rfattn_results_sha256"
 PIPELINES = {
     "AutoModelForCausalLM": "text-generation",
@@ -73,8 +73,7 @@ class Card:
     def metadata(self) -> ModelCardData:
         own = [comparison.own for comparison in self.comparisons]
         base = self.base_model if self.base_model and HUB_NAME.fullmatch(self.base_model) else None
-        names = [result.dataset["name"] for result in own]
-        datasets = [name for name in names if HUB_NAME.fullmatch(name) and "/" in name]  # others are local
+        datasets = [result.dataset["name"] for result in own if HUB_NAME.fullmatch(result.dataset["name"])]
         data = ModelCardData(
             model_name=self.title if own else None,
             eval_results=self.evaluations or None,
@@ -98,8 +97,10 @@ def write_card(
     """Write README.md and, if something was measured, results.png into a checkpoint's folder.
 
     Results are read from its folder results/. `repo_id`: where it will be published. `base_model` and `license`: for a
-    checkpoint without results; results that say otherwise raise ValueError.
+    checkpoint without results; results that say otherwise raise ValueError. Paths in result files shrink to names.
     """
+    for path, document in unclean_results(Path(folder)):
+        write_result(document, path)
     card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
     plot = card.folder.path / PLOT
     plot.unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
@@ -108,6 +109,16 @@ def write_card(
     path = card.folder.path / CARD
     write_whole(render(card), path)
     return path
+
+
+def unclean_results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Result files that say where something lies on the machine they come from, and what they hold without that."""
+    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in (folder / RESULTS).glob("*.json")]
+    return [
+        (path, without_folders(document))
+        for path, document in found
+        if isinstance(document, dict) and without_folders(document) != document
+    ]
 
 
 def make_card(
@@ -186,7 +197,7 @@ def _head(architecture: str) -> str:
 def _summary(card: Card) -> str:
     if card.base_model is None:
         base = "A model"
-    elif HUB_NAME.fullmatch(card.base_model) and "/" in card.base_model:
+    elif HUB_NAME.fullmatch(card.base_model):
         base = f"[{card.base_model}](https://huggingface.co/{card.base_model})"
     else:
         base = f"`{card.base_model}`"

@@ -28,8 +28,7 @@ def card(
 ) -> None:
     """Write a model card (README.md, results.png) from the checkpoint in DIR and the result files in DIR/results."""
     with errors_without_traceback():
-        import shutil
-
+        from ..bench.results import write_result
         from .cards import write_card
         from .documents import read_results
         from .folder import RESULTS, CheckpointFolder
@@ -40,9 +39,8 @@ def card(
             if not read:
                 raise ValueError(f"{results} holds no result file.")
             if results.resolve() != inside.resolve():
-                inside.mkdir(exist_ok=True)
                 for result in read:
-                    shutil.copy2(results / result.file, inside / result.file)
+                    write_result(dict(result.document), inside / result.file)
         path = write_card(folder, repo_id=repo, base_model=base_model, license=license)
     measured = len(list(inside.glob("*.json")))
     _print(f"Written: {path}, from {measured} result files" if measured else f"Written: {path}; it claims no result")

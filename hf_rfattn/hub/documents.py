@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.results import SCHEMA_VERSION, machine
+from ..bench.results import SCHEMA_VERSION, machine, without_folders
 from .folder import check_attention
 
 LOWER_IS_BETTER = {"loss", "perplexity"}
@@ -128,7 +128,9 @@ class TransferResult(Result):
 
 
 def read_results(folder: Path) -> list[Result]:
-    """Every document in a folder, by file name; other benchmarks' are left out. A folder that is missing has none."""
+    """Every document in a folder, by file name and without paths; other benchmarks' are left out. A folder that is
+    missing has none.
+    """
     found: list[Result] = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -137,7 +139,7 @@ def read_results(folder: Path) -> list[Result]:
             raise ValueError(f"{path} is not a JSON document: {error}.") from error
         kind = document.get("kind") if isinstance(document, dict) else None
         if not (isinstance(kind, str) and kind.startswith(NOT_FOR_CARDS)):
-            found.append(parse_result(document, path.name))
+            found.append(parse_result(without_folders(document) if isinstance(document, dict) else document, path.name))
     return found
 
 

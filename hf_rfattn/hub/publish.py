@@ -16,7 +16,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from ..commands import named_model_class
-from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card
+from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card, unclean_results
 from .faults import NO_TOKEN, TOKEN, PublishError, explain, scrub
 from .folder import CARD, CONFIG, INDEX, PLOT, RESULTS, CheckpointFolder
 
@@ -138,6 +138,8 @@ def check_card(folder: Path, repo_id: str) -> None:
         raise ValueError(f"The card in {folder} was not made for these weights and this config. {again}")
     if card.data.get(RESULTS_FINGERPRINT) != checkpoint.results_fingerprint:
         raise ValueError(f"The result files in {folder / RESULTS} are not those the card was made from. {again}")
+    if unclean := unclean_results(folder):
+        raise ValueError(f"{unclean[0][0]} says where files lie on the machine it comes from. {again}")
     if (card.data.get("eval_results") or []) != make_card(folder).evaluations:
         raise ValueError(f"The card in {folder} claims results that its result files do not hold. {again}")
     if f'from_pretrained("{repo_id}")' not in card.text:

@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from ..bench.results import new_result, write_result
+from ..bench.results import name_of, new_result, write_result
 from ..mechanisms.config import did_you_mean
 
 Advance = Callable[[str], Any]
@@ -72,6 +72,7 @@ def run_study(study: Study, output: Path | None, advance: Advance = lambda doing
     started = time.perf_counter()
     shared = new_result(f"study {study.name}", seed=study.seed, packages=["matplotlib"])
     settings = dataclasses.asdict(study)  # type: ignore[call-overload]
+    settings |= {name: name_of(settings[name]) for name in ("model", "text_file") if settings.get(name)}
     result = {**shared, "settings": settings, **study.measure(advance)}
     result["conclusions"] = study.conclusions(result)
     result["wall_time_seconds"] = round(time.perf_counter() - started, 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from .. import patch_model, unpatch_model
+from ..bench.results import name_of
 from ..commands import first_tokens, load_config
 from ..integration.discovery import find_attention
 from ..integration.error import softmax_in_place
@@ -78,7 +79,7 @@ def describe(name: str, model: PreTrainedModel, text: str) -> dict[str, Any]:
     """What was studied, for the result document."""
     sites = [site for site in find_attention(model) if not site.cross]
     return {
-        "name": DEMO_NAME if name == DEMO else name,
+        "name": DEMO_NAME if name == DEMO else name_of(name),
         "type": model.config.model_type,
         "layers": len(sites),
         "heads": sites[0].num_heads,

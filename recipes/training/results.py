@@ -3,12 +3,11 @@
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from hf_rfattn.bench.results import new_result
+from hf_rfattn.bench.results import name_of, new_result
 from hf_rfattn.hub.documents import parse_result
 from hf_rfattn.hub.folder import checkpoint_fingerprint
 
@@ -82,7 +81,7 @@ def finish_result(
 def base_name(options: RunOptions) -> str:
     """What the base model is called: a folder by its own name, never by its path."""
     given = options.model or "from scratch"
-    return options.model_name or (Path(given).resolve().name if Path(given).is_dir() else given)
+    return options.model_name or name_of(given)
 
 
 def budget(options: RunOptions, prepared: Prepared, steps: int) -> dict[str, Any]:

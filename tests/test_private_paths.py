@@ -1,0 +1,139 @@
+"""What is published names models, data and files, and does not say where they lie on the machine they come from."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import convert
+import finetune_snli
+import pytest
+from recipe_models import forget_processes, make_bert, make_gpt2, run_here
+from result_documents import edit, make_checkpoint, measured_runs, write_results
+from training import sample
+from training.options import RunOptions
+from typer.testing import CliRunner
+
+from hf_rfattn.bench.results import without_folders
+from hf_rfattn.cli import app
+from hf_rfattn.hub.cards import write_card
+from hf_rfattn.hub.folder import results_fingerprint
+from hf_rfattn.hub.publish import publish
+
+QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
+SECRET = "project-x"
+NAME = "me/tiny"
+
+
+def leaks(folder):
+    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch):
+    """A working directory with everything in a folder whose name is nobody's business."""
+    monkeypatch.chdir(tmp_path)
+    make_bert(tmp_path / SECRET / "bert")
+    (tmp_path / SECRET / "recipes").mkdir()
+    return tmp_path
+
+
+def command(monkeypatch, script, *words):
+    monkeypatch.setattr(sys, "argv", [f"{SECRET}/recipes/{script}", *words])
+
+
+def test_a_fine_tuned_model(inside, monkeypatch):
+    words = ["--model", f"{SECRET}/bert", f"--output={SECRET}/out", "--tokenizer", f"./{SECRET}/bert"]
+    command(monkeypatch, "finetune_snli.py", *words)
+    result = run_here(
+        finetune_snli.SnliTask, RunOptions, model=f"{SECRET}/bert", tokenizer=f"./{SECRET}/bert", attention="favor+",
+        output=f"{SECRET}/out", **QUICK,
+    )  # fmt: skip
+    assert result["options"]["model"] == f"{SECRET}/bert"  # here, where the run can be made again
+    model = inside / SECRET / "out" / "model"
+    assert not leaks(model)
+    card = (model / "README.md").read_text()
+    assert "`python finetune_snli.py --model bert --output=out --tokenizer bert`" in card
+
+    (model / "results" / "snli.json").unlink()
+    done = CliRunner().invoke(app, ["card", str(model), "--results", f"{SECRET}/raw"])  # as the run has written it
+    assert done.exit_code == 2 and "holds no result file" in done.output
+    (inside / SECRET / "raw").mkdir()
+    shutil.copy(inside / SECRET / "out" / "result.json", inside / SECRET / "raw")
+    done = CliRunner().invoke(app, ["card", str(model), "--results", f"{SECRET}/raw"])
+    assert done.exit_code == 0, done.output
+    assert (model / "results" / "result.json").exists() and not leaks(model)
+
+
+def test_a_converted_model(inside, monkeypatch):
+    import datasets
+
+    folder = inside / SECRET / "texts"
+    folder.mkdir()
+    datasets.Dataset.from_list(sample.make("snli", "train")[:40]).to_parquet(folder / "train.parquet")
+    command(monkeypatch, "convert.py", "--data", f"{SECRET}/texts")
+    forget_processes()
+    convert.convert(
+        convert.ConvertOptions(
+            model=f"{SECRET}/bert", data=f"{SECRET}/texts", attention="hedgehog", columns=["premise"], steps=2,
+            batch_size=4, output=f"{SECRET}/out",
+        )
+    )  # fmt: skip
+    forget_processes()
+    model = inside / SECRET / "out" / "model"
+    assert json.loads((model / "results" / "transfer.json").read_text())["dataset"]["name"] == "texts"
+    assert not leaks(model)
+
+
+def test_results_that_were_put_there_by_hand(tmp_path):
+    make_checkpoint(tmp_path / "tiny")
+    write_results(tmp_path / "tiny", measured_runs())
+    write_card(tmp_path / "tiny", repo_id=NAME)
+    assert publish(tmp_path / "tiny", NAME, dry_run=True)
+    path = tmp_path / "tiny" / "results" / "favor.json"
+    edit(path, lambda document: document.update(command=["python", f"{SECRET}/train.py", "--model", "google/bert"]))
+    card = tmp_path / "tiny" / "README.md"
+    before = results_fingerprint(tmp_path / "tiny")
+    text = card.read_text()
+    old = text.partition("rfattn_results_sha256: ")[2].partition("\n")[0]
+    card.write_text(text.replace(old, before))  # as an earlier version of this package would have made it
+    with pytest.raises(ValueError, match=r"favor\.json says where files lie"):
+        publish(tmp_path / "tiny", NAME, dry_run=True)
+    write_card(tmp_path / "tiny", repo_id=NAME)
+    assert publish(tmp_path / "tiny", NAME, dry_run=True) and not leaks(tmp_path / "tiny")
+    assert json.loads(path.read_text())["command"] == ["python", "train.py", "--model", "bert"]
+
+
+@pytest.mark.parametrize(
+    ("word", "left"),
+    [
+        ("../a/b/train.py", "train.py"), ("a/b", "b"), ("~/a/b/", "b"), ("/a/b", "b"), (r"C:\\a\\b", "b"),
+        ("--data=/home/a=b/c", "--data=c"), ("far=/a/b", "far=b"), ("bandwidth=8", "bandwidth=8"), ("1e-3", "1e-3"),
+        ("me/bert", "me/bert"), ("--model=me/bert", "--model=me/bert"), ("me/data", "me/data"),
+        ("../", ".."), ("/", "."),
+    ],
+)  # fmt: skip
+def test_words_of_a_command(word, left):
+    document = {"model": "me/bert", "dataset": {"name": "me/data"}, "command": ["python", word], "options": {"x": word}}
+    assert without_folders(document)["command"] == ["python", left]
+    assert without_folders(document)["options"] == {"x": left}
+    assert without_folders({**document, "command": f"python {word}"})["command"].endswith(left)
+
+
+def test_other_fields_keep_what_is_no_path():
+    document = {"hardware": {"cpu": "A7/A15 chip"}, "note": "samples/s", "folder": "/home/me/x", "n": 3}
+    assert without_folders(document) == {**document, "folder": "x"}
+
+
+def test_benchmarks_and_studies(inside):
+    make_gpt2(inside / SECRET / "gpt2")
+    Path(SECRET, "text.txt").write_text("box : red ; cup : blue ; " * 20)
+    for words in (
+        ["bench", "decode", "--contexts", "8", "--batches", "1", "--attention", "favor+", "--repetitions", "2"],
+        ["study", "rank", "--text-file", f"{SECRET}/text.txt", "--tokens", "16"],
+    ):
+        done = CliRunner().invoke(app, [*words, "--model", f"{SECRET}/gpt2", "--output", "results"])
+        assert done.exit_code == 0, done.output
+    documents = [json.loads(path.read_text()) for path in (inside / "results").glob("*.json")]
+    assert [document["model"]["name"] for document in documents] == ["gpt2"] * 2
+    assert not leaks(inside / "results")
