@@ -229,6 +229,7 @@ def test_finished_runs_are_not_made_again(stand_in, capsys):
     assert "2 runs, 2 to make" in capsys.readouterr().out
     result = json.loads((stand_in.output / "results/sst2_favor+_seed_0.json").read_text())
     assert result["options"]["model"] == "${model}" and result["comparison"]["row"] == "favor+"
+    assert result["options"]["output"] == "sst2_favor+_seed_0"  # and not where it lies
     card = (stand_in.output / "runs/sst2_favor+_seed_0/model/README.md").read_text()
     assert "softmax, same budget" in card and "0.75" in card  # and not the result of its own run alone
 

@@ -22,7 +22,7 @@ import torch
 from training.options import flag
 from training.output import MODEL, RESULT, RUN, as_document, check_same_run, first_difference
 
-from hf_rfattn.bench.results import write_result
+from hf_rfattn.bench.results import without_folders, write_result
 from hf_rfattn.hub.comparison import number
 
 from .plan import Plan, Run, folder_of
@@ -55,8 +55,9 @@ def _finished(run: Run, plan: Plan, output: Path, redo: bool) -> bool:
     if not path.exists():
         return False
     document = json.loads(path.read_text(encoding="utf-8"))
-    before = {**document["options"], "processes": document["processes"]}
-    now = {**plan.portable(as_document(run.options)), "processes": run.processes}
+    options = plan.portable(as_document(run.options))
+    before, now = (without_folders({**document, "options": each})["options"] for each in (document["options"], options))
+    before, now = {**before, "processes": document["processes"]}, {**now, "processes": run.processes}
     name = first_difference(before, now)
     if name is not None and not redo:
         raise ValueError(
@@ -141,7 +142,7 @@ def last_lines(log: Path, count: int) -> str:
 def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
     """Put a finished run's result where the report reads it, without folders of this machine."""
     folder = folder_of(output, run.name)
-    document = plan.portable(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    document = without_folders(plan.portable(json.loads((folder / RESULT).read_text(encoding="utf-8"))))
     if run.place is not None:
         document["comparison"] = {"title": plan.title, **run.place}
     if not plan.keep_models and run.place is not None:

@@ -1,8 +1,8 @@
 """The result file of a run, kind "task": what `hf-rfattn card` and comparisons are made from."""
 
-import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -100,7 +100,7 @@ def rate(count: int, progress: RunProgress) -> float | None:
 
 
 def command(accelerator: Accelerator) -> list[str]:
-    """The words that start such a run again, without the folders that python and the repository lie in."""
+    """The words that start such a run again; python and the script by their names."""
     processes = str(accelerator.num_processes)
     if accelerator.num_processes == 1:
         launcher = ["python"]
@@ -108,5 +108,4 @@ def command(accelerator: Accelerator) -> list[str]:
         launcher = ["torchrun", "--nproc_per_node", processes]
     else:
         launcher = ["accelerate", "launch", "--num_processes", processes]
-    script = os.path.relpath(sys.argv[0]) if os.path.isabs(sys.argv[0]) else sys.argv[0]
-    return [*launcher, script, *sys.argv[1:]]
+    return [*launcher, Path(sys.argv[0]).name, *sys.argv[1:]]
