@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import compare
 import typer
 from comparison.plan import FOLDER
+from comparison.report import crossing
 from rich.console import Console
 from training.run import told_at_once
 
@@ -38,11 +39,11 @@ def main(
     times = time_by_length(output)
     console.print("\n[bold]What this means[/bold]")
     console.print(
-        "The sentences above are short, and there softmax is fast. Linear attention pays on long ones. One layer of "
-        f"this shape, forward, is faster than softmax: {crossings(times)}."
+        "The sentences above are short, where softmax is fast; linear attention pays on long ones. One layer of this "
+        f"shape, forward, is faster than softmax: {crossings(times)}."
     )
     console.print("\n[bold]Look at[/bold]")
-    for name, what in (("report.html", "all tables and plots"), ("ops.png", "time by length")):
+    for name, what in (("report.html", "all tables and plots"), ("ops.png", "time by length, with break-even lengths")):
         console.print(f"  {output / name}   {what}", soft_wrap=True)
     console.print("\n[bold]Next[/bold]")
     for line in (
@@ -67,10 +68,6 @@ def time_by_length(output: Path) -> dict[str, Any]:
 
 def crossings(times: dict[str, Any]) -> str:
     return "; ".join(f"{each['attention']} {crossing(each)}" for each in times["crossovers"])
-
-
-def crossing(each: dict[str, Any]) -> str:
-    return "at none of these lengths" if each["length"] is None else f"from {each['length']:,} tokens on"
 
 
 if __name__ == "__main__":

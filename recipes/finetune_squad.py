@@ -122,7 +122,9 @@ class SquadTask(Task[SquadOptions]):
             return values.get(f"{name.partition('_')[0]}_total", len(answers))
 
         shown = {name: value for name, value in values.items() if not name.endswith(("total", "thresh"))}
-        return {name: Metric(value, of_questions(name), 100) for name, value in shown.items()}
+        silent = 100 * sum(not row["answers"]["text"] for row in references) / len(references)  # no answer at all
+        chance = {"exact_match": silent, "f1": silent}
+        return {name: Metric(value, of_questions(name), 100, chance=chance.get(name)) for name, value in shown.items()}
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ import json
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from test_cli import failure, run
 
 from hf_rfattn import build_mechanism
-from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers, results
+from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers, plotting, results
 from hf_rfattn.bench.crossover import find_crossover, measured_crossover
 from hf_rfattn.bench.limits import Product, matrix_products, other_parts, run_products
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, repetitions_apart
@@ -273,6 +275,23 @@ def test_a_crossover_is_marked_where_the_lines_cross():
     ring = next(line for line in panel.lines if line.get_fillstyle() == "none")
     assert ring.get_xdata()[0] == 323 and ring.get_ydata()[0] == pytest.approx(6.35, rel=0.01)
     assert [text.get_text() for text in panel.texts] == ["323"]
+
+
+@pytest.mark.parametrize("processor", ["CPU", "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, of a virtual machine"])
+@pytest.mark.parametrize("panels", [1, 2])
+def test_title_and_legend_are_no_wider_than_the_figure(processor, panels):
+    figure = Figure(figsize=(5.6 * panels, 5.4), layout="constrained")
+    lines = [
+        axes.plot([1, 2], [1, 2], label=f"matrix products of favor+, M = {2**i}")[0]
+        for i, axes in enumerate(figure.subplots(1, 8))
+    ]
+    title = f"Time of one attention layer, 12 heads of 64, bfloat16, {processor}, 2 threads"
+    plotting.title_and_legend(figure, title, {line.get_label(): line for line in lines})
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    (legend,) = figure.legends
+    for part in (figure._suptitle, legend):
+        assert part.get_window_extent(renderer).width <= figure.bbox.width
+    assert " ".join(figure.get_suptitle().split()) == title and len(legend.get_texts()) == 8
 
 
 def test_what_fails_its_check_is_reported_and_not_timed(monkeypatch, tmp_path):

@@ -55,6 +55,18 @@ def test_attention_transfer_is_told(measured):
     assert text.count("steps of attention transfer") == 1
 
 
+def test_a_task_that_was_not_learnt_is_told(measured):
+    def at_chance(document):
+        document["metrics"]["accuracy"]["chance"] = document["metrics"]["accuracy"]["value"] - 0.001
+
+    assert "did not learn" not in render(make_card(measured))
+    edit(measured / "results" / "favor.json", at_chance)
+    said = section(render(make_card(measured)), "Limitations")
+    assert (
+        "It did not learn snli: its accuracy is no better than the best constant answer, 0.5703 against 0.5693" in said
+    )
+
+
 def test_metadata(measured):
     """Read back by huggingface_hub's own classes from the YAML in the file."""
     write_card(measured, repo_id="me/tiny")

@@ -1,5 +1,6 @@
 """Comparisons: what a file asks for, what is refused at once, and how runs are started, skipped, and survive."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -148,6 +149,10 @@ def test_variables_and_files(tmp_path):
 def test_the_launcher_that_fits(planned, monkeypatch):
     alone, two = (planned(processes=[1, 2]).runs[i] for i in (0, 2))
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in launch.launch_command(alone)[1]  # what the user has set stays
+    assert launch.launch_command(dataclasses.replace(alone, threads=2))[1]["OMP_NUM_THREADS"] == "2"
+    monkeypatch.delenv("OMP_NUM_THREADS")
     words, environment = launch.launch_command(alone, "--resume")
     assert words[:2] == [sys.executable, str(alone.script)] and words[-1] == "--resume"
     assert environment["OMP_NUM_THREADS"] == "6"

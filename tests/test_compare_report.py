@@ -132,7 +132,7 @@ class Page(html.parser.HTMLParser):
         self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
 
     def handle_data(self, text):
-        self.cells.append(text)
+        self.cells.append(text.replace("\xa0", " "))
 
 
 def test_the_page_needs_nothing_else(summary):
@@ -158,9 +158,61 @@ def test_markdown_and_files(documents, tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert text == as_markdown(report(summary))
     assert "| fmm | 73.0 ± 2.8 | – | – | 89.0 % |  |" in text
-    assert "favor+ (lm) from 256 tokens on" in text and "Test CPU, 2 threads" in text
+    assert re.search(r"favor\+ \(lm\) from about 1\d\d tokens on \(measured: 256 and longer\)", text)
+    assert "Test CPU, 2 threads" in text
     for name in re.findall(r"\]\((\w+\.png)\)", text):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_wider_than_the_page(summary):
+    """Cells break into lines, but not within a number: wide tables were cut at the edge of the page."""
+    text = as_html("x", report(summary))
+    assert "nowrap" not in text and "73.0&nbsp;±&nbsp;2.8" in text and "89.0&nbsp;%" in text
+    assert "far field of fmm alone" in text and "overflow-x: auto" in text
+
+
+def crafted(chance, softmax, **others):
+    """A table with these accuracies, of 400 examples."""
+    made = [document("snli", row, value) for row, value in {"softmax": softmax, **others}.items()]
+    made += [document("lm", row, 0.9, metric="f1") for row in ("softmax", *others)]
+    for each in made:
+        each["metrics"].get("accuracy", {})["chance"] = chance
+        each["metrics"][each["main_metric"]]["scale"] = 1
+    return summarise([parse_result(each) for each in made])
+
+
+def test_a_task_that_was_not_learnt(tmp_path):
+    """No share of softmax is told of scores that a constant answer has, too."""
+    summary = crafted(0.53, 0.53, fmm=0.54, average=0.62)
+    first, second = summary["accuracy"]
+    assert not first["learnt"] and second["learnt"]
+    assert [row["learnt"] for row in first["rows"]] == [False, False, True]
+    assert {row["over_softmax"] for row in first["rows"]} == {row["from_average_to_softmax"] for row in first["rows"]}
+    assert {row["over_softmax"] for row in first["rows"]} == {None}
+    assert {each["mean_share_of_softmax"] for each in summary["overview"]} == {1.0}  # of the other task
+    text = as_markdown(report(summary))
+    assert "101.9 %" not in text and "| fmm | 54.0 (chance) |" in text and "| average | 62.0 |" in text
+    assert "snli was not learnt: softmax is not above chance (53.0)" in text
+    assert text.count("not learnt") >= 4  # the two rows of its own table too
+
+
+def test_a_row_at_chance(tmp_path):
+    summary = crafted(0.5, 0.8, fmm=0.52)
+    assert [row["learnt"] for row in summary["accuracy"][0]["rows"]] == [True, False]
+    text = as_markdown(report(summary))
+    assert "| fmm | 52.0 (chance) |" in text and "| fmm | 52.0 | not learnt |" in text
+    assert "was not learnt: softmax" not in text and "so the task was not learnt" in text
+
+
+def test_chance_of_earlier_results():
+    """A blind guess for accuracies, 0 for correlations, unknown otherwise."""
+    found = {}
+    for name, metric, value in (("rte", "accuracy", 0.54), ("cola", "matthews_correlation", 0.05), ("x", "f1", 0.1)):
+        made = [document("snli", "softmax", value, metric=metric, task=name)]
+        made[0]["metrics"][metric]["scale"] = 1
+        (table,) = summarise([parse_result(each) for each in made])["accuracy"]
+        found[name] = table["chance"], table["learnt"]
+    assert found == {"rte": (0.5, False), "cola": (0.0, False), "x": (None, True)}
 
 
 def test_unreadable_results(tmp_path):

@@ -111,7 +111,7 @@ def test_the_guide_tells_what_was_measured():
     stages = {"before training": 0.5, "after transfer": 0.75}
     shares = {"softmax": 1.0, "fmm": 0.7, "band": 0.6}
     rows = [{"row": name, "over_softmax": share} for name, share in shares.items()]
-    table = {"part": "snli", "rows": rows}
+    table = {"part": "snli", "rows": rows, "learnt": True}
     favor = {"row": "favor+", "mean_share_by_stage": stages, "mean_share_of_softmax": 0.9}
     untaught = favor | {"row": "linear", "mean_share_by_stage": stages | {"after transfer": None}}
     summary = {"accuracy": [table], "overview": [favor, untaught]}
@@ -132,8 +132,8 @@ def test_the_guide_tells_what_was_measured():
     assert lines[2].endswith("favor+ 50.0 % → 75.0 % → 90.0 %.")  # a row without transfer has no such line
     assert lines[3] == "- **Generation** after 5 tokens, milliseconds a token: softmax 70, fmm 20."
     rows.append({"row": "favor+", "over_softmax": 0.65})
-    other = {"part": "sst2", "rows": [{**row, "over_softmax": 0.8} for row in rows]}
-    lacking = {"part": "rte", "rows": rows[:2]}
+    other = {"part": "sst2", "learnt": True, "rows": [{**row, "over_softmax": 0.8} for row in rows]}
+    lacking = {"part": "rte", "learnt": True, "rows": rows[:2]}
     told = guide({**summary, "accuracy": [table, other, lacking]}, [])
     assert (
         "beside each alone:** fmm 75.0 %, band 70.0 %, favor+ 72.5 % of softmax's score, mean over snli, sst2" in told
@@ -152,7 +152,7 @@ def test_what_was_aimed_at_beside_what_was_reached():
             }
             for name, (mean, spread) in means.items()
         ]
-        return {"part": part, "scale": None if lower else 1, "lower_is_better": lower, "rows": rows}
+        return {"part": part, "scale": None if lower else 1, "lower_is_better": lower, "rows": rows, "learnt": True}
 
     def shares(**found):
         overview = [{"row": name, "attention": name, "mean_share_of_softmax": share} for name, share in found.items()]

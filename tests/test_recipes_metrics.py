@@ -4,10 +4,12 @@ import doctest
 import math
 
 import evaluate
+import finetune_glue
 import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
+import torch
 from metrics.glue.glue import METRICS, Glue
 from metrics.perplexity.perplexity import Perplexity
 from metrics.squad import squad
@@ -163,3 +165,19 @@ def test_evaluate_loads_them_from_their_folders(tmp_path, monkeypatch):
         assert isinstance(module, evaluate.Metric) and module.info.citation
     module = evaluate.load(str(ROOT / "recipes" / "metrics" / "glue"), "rte")
     assert module.compute(predictions=[1, 0], references=[1, 1]) == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "chance"),
+    [
+        ("rte", [0, 0, 0, 1], {"accuracy": 0.75}),
+        ("mrpc", [0, 0, 0, 1], {"accuracy": 0.75, "f1": 0.4}),  # of "equivalent" for all: precision 1/4, recall 1
+        ("cola", [0, 1, 1, 1], {"matthews_correlation": 0.0}),
+        ("stsb", [0.0, 1.5, 5.0, 2.0], {"pearson": 0.0, "spearmanr": 0.0}),
+    ],
+)
+def test_chance_is_the_best_constant_answer(task, labels, chance):
+    made = finetune_glue.GlueTask(finetune_glue.GlueOptions(task=task))
+    references = torch.tensor(labels)
+    found = made.score("validation", {"predictions": references.flip(0), "references": references})
+    assert {name: metric.to_dict()["chance"] for name, metric in found.items()} == chance

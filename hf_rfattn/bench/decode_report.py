@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..commands import in_bytes
-from .plotting import BASELINE, SOFTMAX, line_style, log_log
+from .plotting import BASELINE, SOFTMAX, line_style, log_log, title_and_legend
 from .results import machine
 
 Cells = dict[tuple[str, int, int], dict[str, Any]]
@@ -84,8 +84,8 @@ def plot(result: dict[str, Any]) -> Figure:
     limits = [axes.get_ylim() for axes in left]
     for axes in left:
         axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    figure.suptitle(_title(result))
-    figure.legend(loc="outside lower center", ncols=len(result["attention"]) + 1, frameon=False)
+    handles, labels = left[0].get_legend_handles_labels()
+    title_and_legend(figure, _title(result), dict(zip(labels, handles, strict=True)))
     return figure
 
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from .ops_report import crossover_text, milliseconds
-from .plotting import SOFTMAX, line_style, log_log, mark_crossover
+from .plotting import SOFTMAX, line_style, log_log, mark_crossover, title_and_legend
 from .results import machine
 
 
@@ -66,10 +66,10 @@ def plot(result: dict[str, Any]) -> Figure:
     for name in names:
         row = [cell for cell in rows_of(result, name, passes[-1]) if cell["step_bytes"]]
         memory.plot([c["length"] for c in row], [c["step_bytes"] / 2**20 for c in row], **line_style(name))
-    memory.set(title=f"Memory of a {name_of_pass(passes[-1])}", xlabel="length (tokens)", ylabel="MiB")
+    memory.set(title=f"Memory, {name_of_pass(passes[-1])}", xlabel="length (tokens)", ylabel="MiB")
     log_log(memory, result["lengths"])
-    figure.suptitle(title(result))
-    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in times]
+    title_and_legend(figure, title(result), {label: handle for pairs in shown for handle, label in pairs})
     return figure
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..commands import in_bytes
 from .bars import AT_LEAST, MET
-from .plotting import SOFTMAX, line_style, log_log, mark_crossover
+from .plotting import SOFTMAX, line_style, log_log, mark_crossover, title_and_legend
 from .results import machine
 
 Cell = dict[str, Any]
@@ -154,12 +154,12 @@ def plot(result: dict[str, Any], dtype: str) -> Figure:
         _panel(panels[row][column], result, {"dtype": dtype, "causal": causal, "training": training})
     shape = result["shape"]
     heads = f"{shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
-    figure.suptitle(f"Time of one attention layer, {heads}, {dtype}, {machine(result['hardware'])}")
     lines: dict[Any, Any] = {}
     for panel in panels.flat:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             lines.setdefault(label, handle)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
+    title = f"Time of one attention layer, {heads}, {dtype}, {machine(result['hardware'])}"
+    title_and_legend(figure, title, lines)
     return figure
 
 

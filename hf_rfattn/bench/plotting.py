@@ -1,11 +1,14 @@
 """How plots of this project look: one colour and marker a mechanism, everywhere the same."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..integration.patching import SOFTMAX
@@ -53,7 +56,8 @@ def mark_crossover(
     """
     time = value_at(softmax, length)
     bottom = axes.get_ylim()
-    axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, alpha=alpha)
+    label = "break-even with softmax" if number == 0 else None
+    axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, alpha=alpha, label=label)
     axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5 * alpha, linewidth=0.8)
     axes.set_ylim(bottom)
     axes.annotate(
@@ -65,6 +69,25 @@ def mark_crossover(
         fontsize=8,
         color=color,
     )
+
+
+def title_and_legend(figure: Figure, title: str, lines: Mapping[str, Any]) -> None:
+    """Above and below the panels, no wider than the figure: the title in several lines and the legend in fewer columns
+    if need be. `lines`: what the legend shows, by label.
+    """
+    renderer, room = FigureCanvasAgg(figure).get_renderer(), 0.97 * figure.bbox.width
+    heading = figure.suptitle(title)
+    width = len(title)
+    while heading.get_window_extent(renderer).width > room and width > 10:
+        width -= 2
+        heading.set_text(textwrap.fill(title, width))
+    for columns in range(len(lines), 0, -1):
+        legend = figure.legend(
+            lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
+        )
+        if columns == 1 or legend.get_window_extent(renderer).width <= room:
+            return
+        legend.remove()
 
 
 def value_at(points: Mapping[int, float], x: float) -> float:

@@ -144,6 +144,9 @@ def limitations(comparisons: Sequence[Comparison], timings: Sequence[SpeedResult
 def _accuracy(comparison: Comparison) -> Iterator[str]:
     own = comparison.own
     for name, metric in own.metrics.items():
+        if not beats_chance(metric):
+            values = f"{number(metric.value)} against {number(metric.chance or 0)}"
+            yield f"It did not learn {own.task}: its {name} is no better than the best constant answer, {values}."
         for other in comparison.with_role(SAME_BUDGET):
             if name in other.metrics:
                 yield _against(
@@ -184,6 +187,20 @@ def clearly_better(a: Metric, b: Metric) -> bool:
     """Better by more than two standard errors where those are known (proportions), else better at all."""
     gain = (b.value - a.value) if a.lower_is_better else (a.value - b.value)
     return gain > 2 * math.hypot(_standard_error(a), _standard_error(b))
+
+
+def beats_chance(metric: Metric, value: float | None = None) -> bool:
+    """Whether a score, by default the metric's own, is more than two standard errors above that of the best constant
+    answer; True where that is not known.
+
+    >>> beats_chance(Metric(0.55, 277, 1, False, chance=0.527)), beats_chance(Metric(0.8, 277, 1, False, chance=0.527))
+    (False, True)
+    """
+    if metric.chance is None or not metric.scale:
+        return True
+    share = metric.chance / metric.scale
+    error = metric.scale * math.sqrt((share * (1 - share) or 1) / metric.n)  # 1: a correlation
+    return (metric.value if value is None else value) > metric.chance + 2 * error
 
 
 def _standard_error(metric: Metric) -> float:

@@ -9,7 +9,8 @@ kind "task", one a training run:
     task          "sst2"; task_type: as the Hub calls it, "text-classification"
     dataset       {name, [config], split, fingerprint}: what it was measured on
     attention     "softmax", a mechanism's document {"mechanism": ..., options}, or {"layers": {"0-5": either, ...}}
-    metrics       {name: {value, n, [scale], [lower_is_better]}}; n: examples; scale: a perfect score, 1 or 100
+    metrics       {name: {value, n, [scale], [lower_is_better], [chance]}}; n: examples; scale: a perfect score, 1 or
+                  100; chance: the score of the best constant answer
     [main_metric] the one that tables and plots show first; else the first
     budget        {epochs or steps, learning_rate, ...}: runs compared with each other have equal budgets
     [transfer]    {steps, batch_size, ...}: attention transfer before training, which the budget does not count; or null
@@ -42,6 +43,7 @@ from ..bench.results import SCHEMA_VERSION, machine, without_folders
 from .folder import check_attention
 
 LOWER_IS_BETTER = {"loss", "perplexity"}
+CORRELATIONS = {"matthews_correlation", "pearson", "spearmanr"}  # 0 for a constant answer
 FRACTIONS = {"accuracy", "f1", "exact_match", "matthews_correlation", "pearson", "spearmanr"}
 STAGES = ("before training", "after transfer")  # evaluations of a run that has not begun to train
 NOT_FOR_CARDS = "bench "  # how the kinds of other documents begin
@@ -49,12 +51,13 @@ NOT_FOR_CARDS = "bench "  # how the kinds of other documents begin
 
 @dataclass(frozen=True)
 class Metric:
-    """`scale`: what a perfect score is, if that is known."""
+    """`scale`: what a perfect score is, `chance`: the score of the best constant answer, if they are known."""
 
     value: float
     n: int
     scale: float | None
     lower_is_better: bool
+    chance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,10 @@ def _parse_metric(fields: "_Fields", name: str) -> Metric:
         scale = 1
     if scale not in (None, 1, 100):
         raise ValueError(f"{fields.where}: scale must be 1 or 100, not {scale!r}.")
-    return Metric(value, n, scale, bool(fields.document.get("lower_is_better", name in LOWER_IS_BETTER)))
+    chance = fields.number("chance") if fields.document.get("chance") is not None else None
+    if chance is None and name in CORRELATIONS:
+        chance = 0.0
+    return Metric(value, n, scale, bool(fields.document.get("lower_is_better", name in LOWER_IS_BETTER)), chance)
 
 
 def _parse_speed(fields: "_Fields", shared: dict[str, Any]) -> SpeedResult:

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,14 @@ from rich.table import Table as RichTable
 
 WORDS = ("options", "", "aim", "reached")  # headings of columns that hold no numbers
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.8rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th { border-bottom: 2px solid #888; } td { white-space: nowrap; }
-th:first-child, td:first-child, .text { text-align: left; }
+th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
+th { border-bottom: 2px solid #888; }
+th:first-child, td:first-child, .text { text-align: left; } td.text { min-width: 9rem; }
 tr.softmax { background: #f0f0f0; font-weight: 600; } tr.control { color: #777; font-style: italic; }
 img { max-width: 100%; height: auto; } .scroll { overflow-x: auto; } p { max-width: 52rem; }
+@media print { .scroll { overflow: visible; } }
 """
 
 
@@ -96,7 +98,7 @@ def as_html(title: str, blocks: Iterable[Block]) -> str:
 def _html_table(table: Table) -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         text = [' class="text"' if heading in WORDS else "" for heading in table.headings]
-        return "".join(f"<{tag}{is_text}>{html.escape(c)}</{tag}>" for is_text, c in zip(text, cells, strict=True))
+        return "".join(f"<{tag}{is_text}>{_cell(c)}</{tag}>" for is_text, c in zip(text, cells, strict=True))
 
     rows = [
         f'<tr class="{name}">{line("td", row)}</tr>' if name else f"<tr>{line('td', row)}</tr>"
@@ -105,6 +107,15 @@ def _html_table(table: Table) -> str:
     title = f"<h3>{html.escape(table.title)}</h3>\n" if table.title else ""
     head = f"<thead><tr>{line('th', table.headings)}</tr></thead>"
     return f'{title}<div class="scroll"><table>{head}\n<tbody>' + "\n".join(rows) + "</tbody></table></div>"
+
+
+def _cell(text: str) -> str:
+    """Lines break between words and at arrows, but not within a number and its unit.
+
+    >>> _cell("8.4 ± 0.2 → 9.1 %, a control")
+    '8.4&nbsp;±&nbsp;0.2 → 9.1&nbsp;%, a control'
+    """
+    return re.sub(r"(?<=\d) (?=[%×±\w])|(?<=±) ", "&nbsp;", html.escape(text))
 
 
 def _code(text: str) -> str:

@@ -14,7 +14,7 @@ tasks:                  the parts of the report
 seeds: [0, 1]           these four also in a task, for that one alone
 processes: [1, 2]
 lengths: [128, 512]     values of --max-length
-threads: 1              of each process on a CPU; by default the cores are shared
+threads: 1              of each process on a CPU; default: OMP_NUM_THREADS if it is set, else the cores are shared
 keep_models: false      if only results are wanted
 """
 

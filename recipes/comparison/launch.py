@@ -77,7 +77,8 @@ def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
         launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(run.processes)]
         return [sys.executable, *launcher, *words], environment
     environment["ACCELERATE_USE_CPU"] = "true"
-    environment["OMP_NUM_THREADS"] = str(run.threads or max(1, (os.cpu_count() or 1) // run.processes))
+    if run.threads or "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(run.threads or max(1, (os.cpu_count() or 1) // run.processes))
     if run.processes > 1:  # which accelerate's launcher does not start on a CPU
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.processes)]
         return [sys.executable, *launcher, *words], environment

@@ -51,6 +51,7 @@ def accuracy(summary: Mapping[str, Any]) -> Iterator[Block]:
         "that of the attention's outputs relative to softmax's, mean over layers, before and after training. " + DROPOUT
     )
     yield overview_table(summary)
+    yield from map(Paragraph, not_learnt(summary))
     yield from stages(summary)
     if figure := pareto(summary):
         yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
@@ -69,6 +70,8 @@ def overview_table(summary: Mapping[str, Any]) -> Table:
         for table in tables:
             row = _row_of(table, each["row"])
             cells.append(DASH if row is None else score(row["metric"], table["scale"]))
+            if row and not row["learnt"]:
+                cells[-1] += " (chance)"
             if row and table["lower_is_better"] and row["over_softmax"]:
                 cells[-1] += f" ({row['over_softmax']:.3f} ×)"
         share = [percent(each["mean_share_of_softmax"])] if shared else []
@@ -77,6 +80,20 @@ def overview_table(summary: Mapping[str, Any]) -> Table:
     kinds = [kind(each["attention"], each["control"]) for each in summary["overview"]]
     share = ["mean share of softmax's score"] if shared else []
     return Table("", ["attention", *columns, *share, ""], rows, kinds)
+
+
+def not_learnt(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Which tasks softmax has not learnt, and what "(chance)" means."""
+    tables = summary["accuracy"]
+    for table in tables:
+        if not table["learnt"]:
+            chance = score({"mean": table["chance"], "spread": None}, table["scale"])
+            yield (
+                f"{title_of(table, tables)} was not learnt: softmax is not above chance ({chance}) by more than two "
+                f"standard errors. Its scores say nothing about attention and do not count in the mean shares."
+            )
+    if any(not row["learnt"] for table in tables for row in table["rows"]):
+        yield "(chance): not above chance by more than two standard errors, so the task was not learnt."
 
 
 def row_options(summary: Mapping[str, Any]) -> str:
@@ -187,7 +204,11 @@ def _task(table: Mapping[str, Any]) -> Iterator[Block]:
             [
                 row["row"],
                 score(row["metric"], table["scale"]),
-                f"{over:.3f} ×" if table["lower_is_better"] and over else percent(over),
+                "not learnt"
+                if not row["learnt"]
+                else f"{over:.3f} ×"
+                if table["lower_is_better"] and over
+                else percent(over),
                 percent(row["from_average_to_softmax"]),
                 rate(row["samples_per_second"]),
                 *(f"{errors[when]:.2f}" if errors.get(when) is not None else DASH for when in ("before", "after")),
@@ -237,8 +258,9 @@ def speed_of(summary: Mapping[str, Any]) -> Iterator[Block]:
 def crossing(each: Mapping[str, Any]) -> str:
     if each["length"] is None:
         return f"at no length up to {max(each['lengths']):,}"
-    about = f" (equal at about {each['interpolated']:,})" if each["interpolated"] else ""
-    return f"from {each['length']:,} tokens on{about}"
+    if each["interpolated"] is None:
+        return f"from {each['length']:,} tokens on, the shortest length measured"
+    return f"from about {each['interpolated']:,} tokens on (measured: {each['length']:,} and longer)"
 
 
 def origin(summary: Mapping[str, Any]) -> Iterator[Block]:

@@ -1,19 +1,24 @@
 """What the results of a comparison say, as one JSON document. Tables and plots are made from it and nothing else."""
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune_glue import TASKS
+from finetune_snli import SnliTask
+
 from hf_rfattn.bench.crossover import measured_crossover
 from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.bench.results import SCHEMA_VERSION, machine
-from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, control_of
-from hf_rfattn.hub.documents import STAGES, TaskResult, parse_result
+from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, beats_chance, control_of
+from hf_rfattn.hub.documents import STAGES, Metric, TaskResult, parse_result
 from hf_rfattn.hub.folder import attention_label, mechanism_names_in
 
 KIND = "comparison"
+CLASSES = {name: len(task.labels) for name, task in {**TASKS, SnliTask.name: SnliTask.text_task}.items()}
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
         fewest = min(map(_processes, group))
         rows = _groups([result for result in group if _processes(result) == fewest], _row)
         first = group[0]
-        metric = first.metrics[first.main_metric]
+        metric = _with_chance(first)
         attentions = [result.attention for result in group]
         entries = [
             {
@@ -126,6 +131,8 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
             }
             for (row,), found in rows.items()
         ]
+        for entry in entries:
+            entry["learnt"] = beats_chance(metric, entry["metric"]["mean"])
         tables.append(
             {
                 "part": part,
@@ -136,6 +143,8 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
                 "lower_is_better": metric.lower_is_better,
                 "scale": metric.scale,
                 "examples": metric.n,
+                "chance": metric.chance,
+                "learnt": all(entry["learnt"] for entry in entries if entry["attention"] == SOFTMAX),
                 "budget": first.budget,
                 "length": _length(first),
                 "processes": fewest,
@@ -143,6 +152,14 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
             }
         )
     return tables
+
+
+def _with_chance(result: TaskResult) -> Metric:
+    """The main metric. For accuracies of runs that did not record the best constant answer, chance is a blind guess."""
+    metric, labels = result.metrics[result.main_metric], CLASSES.get(result.task)
+    if metric.chance is None and metric.scale and result.main_metric == "accuracy" and labels:
+        return dataclasses.replace(metric, chance=metric.scale / labels)
+    return metric
 
 
 def _at(stage: str, result: TaskResult) -> float | None:
@@ -181,10 +198,11 @@ def _errors(results: Sequence[TaskResult]) -> dict[str, Any] | None:
 
 def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict[str, Any]]:
     """Beside softmax: the share of its metric (of a loss, how many times its), and how far a row is on the way from no
-    attention at all to softmax.
+    attention at all to softmax. None where softmax itself has not learnt the task.
     """
-    softmax = next((row["metric"]["mean"] for row in rows if row["attention"] == SOFTMAX), None)
-    unpatched = next((row["stages"][STAGES[0]]["mean"] for row in rows if row["attention"] == SOFTMAX), None)
+    softmax = next((row["metric"]["mean"] for row in rows if row["attention"] == SOFTMAX and row["learnt"]), None)
+    first = [row["stages"][STAGES[0]]["mean"] for row in rows if row["attention"] == SOFTMAX and row["learnt"]]
+    unpatched = next(iter(first), None)
     nothing = next((row["metric"]["mean"] for row in rows if row["control"] == NO_ATTENTION), None)
     for row in rows:
         mean = row["metric"]["mean"]
@@ -200,14 +218,15 @@ def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict
 
 
 def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each row over all tables, softmax first and controls last; the mean share is over those whose metric is a score,
-    of rows in all of these.
+    """Each row over all tables, softmax first and controls last; the mean share is over those whose metric is a score
+    and where softmax has learnt the task, of rows in all of these.
     """
     rows = _each(row["row"] for table in tables for row in table["rows"])
     overview = []
     for name in rows:
         found = [next((row for row in table["rows"] if row["row"] == name), None) for table in tables]
-        scores = [row for row, table in zip(found, tables, strict=True) if not table["lower_is_better"]]
+        shared = [table["learnt"] and not table["lower_is_better"] for table in tables]
+        scores = [row for row, counts in zip(found, shared, strict=True) if counts]
         overview.append(
             {
                 "row": name,

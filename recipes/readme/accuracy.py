@@ -5,7 +5,7 @@ from typing import Any
 
 from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
 from comparison.plots import pareto
-from comparison.report import DROPOUT, budget_of, overview_table, row_options, speed_of, stages, title_of
+from comparison.report import DROPOUT, budget_of, not_learnt, overview_table, row_options, speed_of, stages, title_of
 from comparison.summary import KIND, summarise
 
 from hf_rfattn.hub.documents import TaskResult, parse_result
@@ -46,6 +46,7 @@ def short(documents: Documents, page: Page) -> str:
             blocks += [
                 Paragraph(f"**{summary['title']}**, on {' and '.join(summary['machines'])} a process:"),
                 overview_table(summary),
+                *map(Paragraph, not_learnt(summary)),
                 *([Paragraph(options)] if (options := row_options(summary)) else []),
             ]
     blocks += map(Paragraph, said_of_aims(_taught(documents)))
@@ -102,6 +103,7 @@ def comparison(name: str, documents: Documents, page: Page) -> Iterator[Block]:
         f"window alone) are controls. [All of it]({page.address(name)}), made by `{COMPARISONS[name]}`. {DROPOUT}"
     )
     yield overview_table(summary)
+    yield from map(Paragraph, not_learnt(summary))
     if options := row_options(summary):
         yield Paragraph(options)
     yield from stages(summary)

@@ -46,7 +46,7 @@ def _row(aim: str, reached: str, met: bool) -> list[str]:
 
 
 def _shares(summary: Summary) -> Iterator[list[str]]:
-    tasks = len([table for table in summary["accuracy"] if not table["lower_is_better"]])
+    tasks = len([table for table in summary["accuracy"] if table["learnt"] and not table["lower_is_better"]])
     found = {
         each["row"]: each["mean_share_of_softmax"]
         for each in summary["overview"]

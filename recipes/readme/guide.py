@@ -65,8 +65,9 @@ def _accuracy(summary: Mapping[str, Any]) -> Iterator[str]:
         if None not in shares:
             steps.append(f"{each['row']} {' → '.join(map(percent, shares))}")
     if steps:
+        tasks = sum(table["learnt"] for table in summary["accuracy"])
         yield (
-            f"**Convert first**, share of softmax's score, mean over {len(summary['accuracy'])} tasks, patched → after "
+            f"**Convert first**, share of softmax's score, mean over {tasks} tasks, patched → after "
             f"attention transfer → fine-tuned: {'; '.join(steps)}."
         )
     by_task = {

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
@@ -94,9 +95,15 @@ class ClassificationTask(Task[RunOptions]):
         }
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        values = self.metric.compute(**predictions)
+        values, references = self.metric.compute(**predictions), predictions["references"]
+        constants = [
+            self.metric.compute(predictions=torch.full_like(references, answer), references=references)
+            for answer in range(max(1, len(self.text_task.labels)))
+        ]
         return {
-            self.metric_name(name, split): Metric(value, len(predictions["references"]), 1)
+            self.metric_name(name, split): Metric(
+                value, len(references), 1, chance=max(constant[name] for constant in constants)
+            )
             for name, value in values.items()
         }
 
