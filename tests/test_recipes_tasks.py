@@ -107,6 +107,8 @@ def test_squad(request, tmp_path, family, version):
     assert {"exact_match", "f1"} <= set(result["metrics"])
     assert result["metrics"]["f1"]["n"] == 37 and result["metrics"]["f1"]["scale"] == 100
     assert ("best_f1" in result["metrics"]) == (version == "2")
+    chance = result["metrics"]["f1"]["chance"]  # of no answer to any question
+    assert 0 < chance < 100 if version == "2" else chance == 0
     if version == "2":
         answerable, not_answerable = (result["metrics"][name]["n"] for name in ("HasAns_f1", "NoAns_exact"))
         assert answerable + not_answerable == 37 and answerable > not_answerable > 0
