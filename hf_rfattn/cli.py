@@ -16,6 +16,7 @@ from .commands import (
     errors_without_traceback,
     load_config,
     model_class,
+    new_folder,
     option_value,
     option_values,
     parse_attention,
@@ -179,10 +180,15 @@ def _convert(
     name: str, output: Path, change: "Callable[[PreTrainedModel, PreTrainedTokenizerBase | None], None]"
 ) -> None:
     """Load a model and its tokenizer, change them, and save them into a new folder."""
+    with new_folder(output) as partial:
+        _convert_into(name, partial, change)
+
+
+def _convert_into(
+    name: str, output: Path, change: "Callable[[PreTrainedModel, PreTrainedTokenizerBase | None], None]"
+) -> None:
     import transformers
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already and is not an empty folder; choose another one.")
     transformers.logging.set_verbosity_error()
     loaded = model_class(load_config(name)).from_pretrained(name, trust_remote_code=False)
     try:

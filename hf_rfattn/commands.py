@@ -1,6 +1,9 @@
 """What all commands share: reading numbers and models from the command line, units, and errors without a traceback."""
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from .mechanisms import MechanismConfig
 
 Choice = TypeVar("Choice")
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
@@ -164,17 +168,48 @@ def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
 
 
 @contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes the target when all is written; if that fails, nothing stays behind."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists already and is not an empty folder; choose another one.")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        os.replace(partial, target)
+    except Exception as error:
+        if disk_is_full(error, target):
+            raise ValueError(
+                f"The disk of {target} is full, so nothing was written. Make room, or choose another folder."
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def disk_is_full(error: Exception, folder: Path) -> bool:
+    """Whether this is why writing to a folder failed; torch and safetensors each have an error of their own for it."""
+    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error):
+        return True
+    there = next(place for place in [folder.resolve(), *folder.resolve().parents] if place.exists())
+    return shutil.disk_usage(there).free < 2**20
+
+
+@contextmanager
 def errors_without_traceback() -> Iterator[None]:
-    """What the user got wrong becomes one message and exit code 2."""
+    """What the user got wrong becomes one message and exit code 2; Ctrl-C one message and 130."""
     try:
         yield
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("Interrupted.", INTERRUPTED)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 2) -> NoReturn:
     paragraph = message.strip().partition("\n\n")[0]
     Console(stderr=True).print(
         f"hf-rfattn: {' '.join(paragraph.split())}", highlight=False, markup=False, soft_wrap=True
     )
-    raise typer.Exit(2)
+    raise typer.Exit(code)

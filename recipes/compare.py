@@ -6,6 +6,8 @@ Runs that have a result are not made again, so the same command goes on after an
 configuration.py` explains the file; the report is made from OUTPUT/results and nothing else.
 """
 
+from training.interrupt import one_line_if_interrupted  # isort: skip
+
 import signal
 import sys
 import time
@@ -26,9 +28,9 @@ from training.progress import clock
 from training.run import told_at_once
 
 NOTE = 60  # characters of a run's last line beside the bar
-INTERRUPTED = 130
 
 
+@one_line_if_interrupted("The same command continues from here.")
 def main(
     config: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="What to compare.")],
     output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
@@ -83,11 +85,7 @@ def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list
                 failure: Failure | None = Failure(run, f"it needs {run.needs}, which failed")
             else:
                 started = time.monotonic()
-                try:
-                    failure = launch(run, output, lambda line: bar.update(task, note=line[-NOTE:]))
-                except KeyboardInterrupt:
-                    console.print("Interrupted. Nothing is lost: the same command goes on from here.")
-                    sys.exit(INTERRUPTED)
+                failure = launch(run, output, lambda line: bar.update(task, note=line[-NOTE:]))
             if failure is None:
                 document = collect(plan, run, output)
                 seconds.setdefault(task_of(run), []).append(time.monotonic() - started)

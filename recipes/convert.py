@@ -4,6 +4,8 @@ accelerate launch recipes/convert.py --model google-bert/bert-base-uncased --att
 accelerate launch recipes/finetune_snli.py --model google-bert/bert-base-uncased --init converted/model
 """
 
+import training.interrupt  # noqa: F401  # isort: skip
+
 import shutil
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,14 +17,14 @@ from accelerate import Accelerator
 from datasets import Dataset
 from filelock import FileLock
 from training.batches import TrainingOrder, check_share
-from training.data import find_source, fingerprint, load_split, take
+from training.data import check_texts, find_source, fingerprint, load_split, take
 from training.language import split_blocks, tokens_of
 from training.models import attention_of, choose_length, collator, load_tokenizer
 from training.options import described, flag, parse_options
-from training.output import MODEL, RESULT, check_output, open_output, output_lock
+from training.output import MODEL, RESULT, check_output, how_to_continue, open_output, output_lock
 from training.progress import Progress
 from training.results import PACKAGES, base_name, command
-from training.run import check_hub, quiet, told_at_once
+from training.run import check_hub, quiet, told_at_once, told_if_disk_is_full
 from training.state import whole_folder
 from training.transfer import TRANSFER, Inputs, transfer_document
 from transformers import PreTrainedTokenizerBase
@@ -101,7 +103,10 @@ def convert(options: ConvertOptions) -> Path:
     """From the options to the result file; returns its path."""
     lock = output_lock(options)
     try:
-        return _convert(options, lock)
+        with told_if_disk_is_full(Path(options.output)):
+            return _convert(options, lock)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_continue(Path(options.output))) from None
     finally:
         lock.release()
 
@@ -134,7 +139,8 @@ def _convert(options: ConvertOptions, lock: FileLock) -> Path:
             rows = encode(texts, tokenizer, length, options)
         if len(rows) <= options.batch_size:
             raise ValueError(
-                f"{source.name} has {len(rows)} texts; more than --batch-size {options.batch_size} are needed."
+                f"{source.name} has {len(rows)} text(s); more than --batch-size {options.batch_size} are needed, since "
+                "errors are measured on a batch that is not trained on. Give more texts, or a smaller --batch-size."
             )
         hf_rfattn.patch_model(
             model,
@@ -198,9 +204,11 @@ def load_texts(source: Any, options: ConvertOptions) -> Dataset:
     """Rows with something in them: the first ones of a stream, any of separate texts."""
     texts = load_split(source, options.split, options.columns)
     if options.join:
+        check_texts(texts, options.columns, f"{source.name}, split {options.split!r}")
         return texts if options.max_samples is None else texts.select(range(min(options.max_samples, len(texts))))
     first = options.columns[0]
-    texts = texts.filter(lambda rows: [bool(text.strip()) for text in rows], input_columns=first, batched=True)
+    texts = texts.filter(lambda rows: [bool(str(row or "").strip()) for row in rows], input_columns=first, batched=True)
+    check_texts(texts, options.columns, f"{source.name}, split {options.split!r}")
     return take(texts, options.max_samples)
 
 

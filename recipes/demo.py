@@ -7,6 +7,8 @@ The model, all-MiniLM-L6-v2, comes as a Python package (requirements-demo.txt), 
 This is `compare.py` with compare/demo.yaml, and after it the time of one attention layer by length.
 """
 
+from training.interrupt import one_line_if_interrupted  # isort: skip
+
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +29,7 @@ LENGTHS = [128, 512, 2048, 4096]
 TIMED = ["favor+", "fmm", "hedgehog"]
 
 
+@one_line_if_interrupted("The same command continues from here.")
 def main(
     output: Annotated[Path, typer.Option(help="Folder for runs, models and report.")] = Path("demo_out"),
     model: Annotated[str, typer.Option(help="A BERT-like model's folder; by default the package's.")] = DEMO,

@@ -4,6 +4,8 @@ accelerate launch recipes/finetune_lm.py --model openai-community/gpt2 --attenti
 accelerate launch recipes/finetune_lm.py --from-scratch recipes/gpt2_mini.json --max-length 256 --learning-rate 1e-3
 """
 
+import training.interrupt  # noqa: F401  # isort: skip
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from metrics.perplexity.perplexity import Perplexity
 from torch import Tensor
-from training.data import Source, find_source, load_split
+from training.data import Source, check_texts, find_source, load_split
 from training.language import config_from_scratch, split_blocks, split_windows, tokens_of, train_tokenizer
 from training.models import (
     choose_length,
@@ -102,6 +104,7 @@ class LanguageTask(Task[LanguageOptions]):
     def _load(self, source: Source, split: str, most: int | None) -> Dataset:
         """The first lines, not any: a text has an order."""
         lines = load_split(source, split, ["text"])
+        check_texts(lines, ["text"], f"{source.name}, split {split!r}")
         return lines if most is None else lines.select(range(min(most, len(lines))))
 
     def _tokenizer(self, text: Dataset) -> PreTrainedTokenizerBase:

@@ -3,6 +3,8 @@
 python recipes/finetune_snli.py --model google-bert/bert-base-uncased --attention favor+
 """
 
+import training.interrupt  # noqa: F401  # isort: skip
+
 from metrics.glue.glue import Glue
 from training.classification import ClassificationTask, TextTask
 from training.options import RunOptions

@@ -4,6 +4,8 @@ accelerate launch recipes/finetune_squad.py --model google-bert/bert-base-uncase
 accelerate launch recipes/finetune_squad.py --version 2 --model google-bert/bert-base-uncased --attention fmm
 """
 
+import training.interrupt  # noqa: F401  # isort: skip
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ from datasets import Dataset
 from metrics.squad.squad import Squad
 from torch import Tensor
 from training.answers import encode_windows, find_answer
-from training.data import Source, find_source, load_split, take
+from training.data import Source, check_texts, find_source, load_split, take
 from training.models import choose_length, collator, load_config, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
@@ -86,6 +88,7 @@ class SquadTask(Task[SquadOptions]):
 
     def _load(self, source: Source, split: str, most: int | None) -> Dataset:
         examples = take(load_split(source, split, COLUMNS), most)
+        check_texts(examples, ["question", "context"], f"{source.name}, split {split!r}")
         for row in examples.select_columns(["id", "context", "answers"]):
             where = f"{source.name}, split {split!r}, question {row['id']!r}"
             if not self.second and not row["answers"]["text"]:

@@ -288,7 +288,7 @@ def test_ctrl_c_ends_the_run_at_hand_and_nothing_is_lost(stand_in, monkeypatch, 
     started = time.monotonic()
     assert stand_in(told={"sst2_favor+_seed_0": "hang"}) == 130
     assert seen and time.monotonic() - started < 60
-    assert "the same command goes on from here" in capsys.readouterr().out
+    assert "Interrupted. The same command continues from here." in capsys.readouterr().err
     assert not processes_with(str(stand_in.output / "runs" / seen[0].stem))
     monkeypatch.undo()
     assert (stand_in.output / "results/sst2_softmax_seed_0.json").exists()

@@ -95,6 +95,53 @@ def test_labels_outside_the_range(bert, tmp_path, capsys):
     assert "has no answer, which only --version 2 knows of" in said
 
 
+@pytest.mark.parametrize(
+    ("recipe", "columns", "text"),
+    [
+        (SNLI, "premise,hypothesis,label", "a box .,,0"),
+        ((finetune_lm.LanguageTask, finetune_lm.LanguageOptions), "number,text", "3,"),
+    ],
+)
+def test_empty_cells(bert, tmp_path, capsys, recipe, columns, text):
+    """Those of a CSV file are no texts; without this, tokenizers fail in the midst of the data."""
+    whole = {"premise,hypothesis,label": "a box .,a cup .,1"}.get(columns, "3,a box .")
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text("\n".join([columns, whole, whole, text, whole, text]) + "\n")
+    column = columns.split(",")[1]
+    said = refused(capsys, recipe, tmp_path / "out", **{**QUICK, "model": bert, "data": str(tmp_path)})
+    assert "example 2 has an empty cell in the column" in said and f"{column!r} (2 in all)" in said
+    assert "remove these rows" in said
+    numbers = "\n".join([columns, *["7,7,1"] * 4]) if recipe is SNLI else "\n".join([columns, *["1,2"] * 4])
+    (tmp_path / "train.csv").write_text(numbers + "\n")
+    said = refused(capsys, recipe, tmp_path / "out", **{**QUICK, "model": bert, "data": str(tmp_path)})
+    assert "holds int64, not text" in said
+
+
+@pytest.mark.parametrize("damaged", ["tensors.pt", "random_0.pt", "progress.json"])
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_a_damaged_state(bert, tmp_path, capsys, monkeypatch, damaged, content):
+    step = training.loop.Loop._step
+
+    def breaks(self, batches):
+        if self.progress.step == 2:
+            raise KeyboardInterrupt
+        step(self, batches)
+
+    monkeypatch.setattr(training.loop.Loop, "_step", breaks)
+    fields = {"model": bert, "save_every": 1, "output": str(tmp_path), **QUICK}
+    with pytest.raises(KeyboardInterrupt, match="with --resume continues from step 2"):
+        run_here(*SNLI, **fields)
+    monkeypatch.undo()
+    (tmp_path / "state" / "step-00000002" / damaged).write_bytes(content)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_here(*SNLI, **fields, resume=True)
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in said and "step-00000002 is damaged" in said and "--resume" in said
+    shutil.rmtree(tmp_path / "state" / "step-00000002")
+    assert run_here(*SNLI, **fields, resume=True)["steps_done"] == 4
+
+
 def test_pairs_without_a_gold_label_are_left_out(bert, tmp_path):
     rows = sample.make("snli", "validation")[:40]
     for row in rows[::4]:

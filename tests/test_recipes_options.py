@@ -62,6 +62,8 @@ def test_a_file_says_the_same(tmp_path):
         (["--learning-rate", "-1"], "--learning-rate must be above 0"),
         (["--weight-decay", "-1"], "--weight-decay must not be negative"),
         (["--resume", "--overwrite"], "give one of them"),
+        (["--lr", "1"], r"Unknown option '--lr' \(did you mean '--learning-rate'\?\)"),
+        (["--bs=3"], "did you mean '--batch-size'"),
         (["--eval-split", "train"], "trained on it"),
         (["--attention", "softmax", "--layers", "0"], "--layers belongs to a mechanism"),
         (["--attention-options", "a=1"], "--attention-options needs --attention"),

@@ -258,3 +258,38 @@ def test_what_is_no_conversion_is_told(bert, tmp_path, capsys):
         recipe.ConvertOptions(model=bert, attention="fmm", columns=["a", "b", "c"])
     with pytest.raises(SystemExit):
         convert(bert, str(tmp_path / "nowhere"), tmp_path / "out")
+    for rows, message in (
+        ("one text\n", "train has 1 text(s); more than --batch-size 8 are needed"),
+        ("one\n\n \ntwo\n", "has 2 text(s)"),  # blank rows are left out
+    ):
+        folder = tmp_path / "train"
+        folder.mkdir(exist_ok=True)
+        (folder / "train.csv").write_text("text,other\n" + rows.replace("\n", ",x\n"))
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            convert(bert, str(folder), tmp_path / "out", columns=["text"])
+        assert message in capsys.readouterr().err
+
+
+def test_a_conversion_that_is_interrupted_or_whose_state_is_damaged(bert, texts, tmp_path, capsys, monkeypatch):
+    train = hf_rfattn.conversion.transfer.Transfer.train
+
+    def breaks(self, batch):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        train(self, batch)
+
+    monkeypatch.setattr(hf_rfattn.conversion.transfer.Transfer, "train", breaks)
+    with pytest.raises(KeyboardInterrupt, match="with --resume continues the attention transfer"):
+        convert(bert, texts, tmp_path, save_every=2)
+    monkeypatch.undo()
+    state = tmp_path / "transfer" / "conversion.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-9])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        convert(bert, texts, tmp_path, save_every=2, resume=True)
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "conversion.safetensors is damaged" in said and "Traceback" not in said
+    state.write_bytes(whole)
+    assert convert(bert, texts, tmp_path, save_every=2, resume=True)["transfer"]["steps"] == 12

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..commands import errors_without_traceback, in_bytes
+from ..commands import INTERRUPTED, errors_without_traceback, in_bytes
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What save_pretrained of a patched model has written.")]
 
@@ -88,7 +88,7 @@ def publish(
             address = send(folder, repo, private=private, revision=revision, dry_run=dry_run, include=sent, tell=_print)
         except KeyboardInterrupt:
             _print("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
     _print("Everything is in order; nothing was sent." if dry_run else f"Published: {address}")
 
 

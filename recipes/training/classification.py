@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from .data import check_labels, check_scores, find_source, load_split, take
+from .data import check_labels, check_scores, check_texts, find_source, load_split, take
 from .models import choose_length, collator, load_config, load_model, load_tokenizer
 from .options import RunOptions
 from .task import Metric, Prepared, Task
@@ -81,6 +81,7 @@ class ClassificationTask(Task[RunOptions]):
             examples = examples.filter(
                 lambda labels: [label != -1 for label in labels], input_columns="label", batched=True
             )
+        check_texts(examples, task.texts, where)
         if task.labels:
             check_labels(examples, len(task.labels), where)
         else:

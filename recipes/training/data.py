@@ -104,6 +104,21 @@ def take(examples: Dataset, most: int | None) -> Dataset:
     return examples.shuffle(seed=SUBSET_SEED).select(range(most)).flatten_indices()
 
 
+def check_texts(examples: Dataset, columns: Sequence[str], where: str) -> None:
+    """Every cell of these columns must hold a text; an empty cell of a CSV file holds none."""
+    for column in columns:
+        cells = examples.with_format("arrow")[column]
+        kind = examples.features[column]
+        if getattr(kind, "dtype", None) not in ("string", "large_string") and cells.null_count < len(cells):
+            raise ValueError(f"{where}: the column {column!r} holds {getattr(kind, 'dtype', kind)}, not text.")
+        if cells.null_count:
+            first = next(i for i, cell in enumerate(cells) if not cell.is_valid)
+            raise ValueError(
+                f"{where}: example {first} has an empty cell in the column {column!r} ({cells.null_count} in all). "
+                "Fill in the text, or remove these rows."
+            )
+
+
 def check_labels(examples: Dataset, num_labels: int, where: str) -> None:
     """Classes must be whole numbers below `num_labels`."""
     for i, label in enumerate(examples["label"][:]):

@@ -215,4 +215,11 @@ def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], wh
 
 
 def _nearest(word: str, names: list[str]) -> str:
-    return did_you_mean(flag(word.lstrip("-").partition("=")[0]), [flag(name) for name in names])
+    """A hint at the option that was meant: the one with these initials, or the most similar.
+
+    >>> _nearest("--lr", ["layers", "learning_rate"]), _nearest("--batchsize=3", ["batch_size"])
+    (" (did you mean '--learning-rate'?)", " (did you mean '--batch-size'?)")
+    """
+    given = word.lstrip("-").partition("=")[0]
+    meant = [name for name in names if "".join(part[0] for part in name.split("_")) == given.lower()]
+    return did_you_mean(flag(meant[0] if meant else given), [flag(name) for name in names])

@@ -25,7 +25,7 @@ from hf_rfattn.commands import in_bytes
 
 from .lora import without_adapters
 from .options import RunOptions, flag
-from .state import STATES, flush, whole_folder
+from .state import STATES, flush, latest_state, whole_folder
 from .task import Prepared
 from .transfer import TRANSFER
 
@@ -109,6 +109,18 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
 
 def as_document(options: RunOptions) -> dict[str, Any]:
     return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+
+
+def how_to_continue(output: Path) -> str:
+    """After an interruption."""
+    if not (output / RUN).exists() or (output / RESULT).exists():
+        return ""
+    state = latest_state(output)
+    if state is not None:
+        return f"The same command with --resume continues from step {int(state.name.removeprefix('step-'))}."
+    if (output / TRANSFER).exists():
+        return "The same command with --resume continues the attention transfer."
+    return "The same command with --resume starts it again; with --save-every N it would continue."
 
 
 def output_lock(options: RunOptions) -> FileLock:

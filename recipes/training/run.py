@@ -1,6 +1,5 @@
 """A recipe from its command line to its result file."""
 
-import errno
 import importlib.util
 import math
 import os
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.bench.results import without_folders, write_result
+from hf_rfattn.commands import disk_is_full
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.documents import STAGES
 from hf_rfattn.hub.folder import RESULTS, needs_calibration
@@ -38,7 +38,17 @@ from .lora import add_adapters
 from .models import attention_of, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
-from .output import MODEL, RESULT, TOKENIZER, check_output, check_shared, check_space, open_output, output_lock
+from .output import (
+    MODEL,
+    RESULT,
+    TOKENIZER,
+    check_output,
+    check_shared,
+    check_space,
+    how_to_continue,
+    open_output,
+    output_lock,
+)
 from .progress import Progress
 from .results import begin_result, finish_result
 from .state import PARTIAL, STATES, RunProgress, latest_state, load_state
@@ -71,7 +81,10 @@ def run(task: Task) -> Path:
     """Check, train, keep the model, write the result file; returns its path."""
     lock = output_lock(task.options)
     try:
-        return _run(task, lock)
+        with told_if_disk_is_full(Path(task.options.output)):
+            return _run(task, lock)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(how_to_continue(Path(task.options.output))) from None
     finally:
         lock.release()
 
@@ -122,7 +135,8 @@ def _run(task: Task, lock: FileLock) -> Path:
         help_sharding(accelerator, prepared.model, options)
     model, optimizer = accelerator.prepare(prepared.model, optimizer)
     set_seed(options.seed, device_specific=True)  # from here on each process throws dice of its own
-    progress = RunProgress(history=stages) if state is None else load_state(accelerator, model, optimizer, state)
+    with told_at_once():
+        progress = RunProgress(history=stages) if state is None else load_state(accelerator, model, optimizer, state)
     tell.say(
         f"{task.name}: {len(prepared.examples['train'])} examples, {steps} steps of {options.batch_size} on "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}"
@@ -136,9 +150,8 @@ def _run(task: Task, lock: FileLock) -> Path:
         steps=steps, evaluation=evaluation, output=output, tell=tell, progress=progress, started=started,
         teacher=teacher,
     )  # fmt: skip
-    with told_if_disk_is_full(output):
-        loop.run()
-        loop.keep_model()
+    loop.run()
+    loop.keep_model()
     error_after = last_look(loop, order)
     if accelerator.is_main_process:
         errors = None if error_before is None else {"before": error_before, "after": error_after}
@@ -303,9 +316,8 @@ def told_if_disk_is_full(output: Path) -> Iterator[None]:
     """Nothing is lost then: the state before is still whole."""
     try:
         yield
-    except Exception as error:  # torch and safetensors each have an error of their own for this
-        known = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        if not known and shutil.disk_usage(output).free > 2**20:
+    except Exception as error:
+        if not disk_is_full(error, output):
             raise
         for partial in (output / STATES).glob(f"{PARTIAL}*"):
             shutil.rmtree(partial, ignore_errors=True)

@@ -110,17 +110,31 @@ def load_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.load_state(str(state / DEEPSPEED))
     else:
-        if not (state / TENSORS).exists():
+        if (state / DEEPSPEED).exists():
             raise ValueError(f"{state} was written under DeepSpeed; go on with it under DeepSpeed.")
-        tensors = torch.load(state / TENSORS, map_location="cpu", weights_only=True)
+        with _told_if_damaged(state):
+            tensors = torch.load(state / TENSORS, map_location="cpu", weights_only=True)
         set_optimizer_state_dict(model, _plain(optimizer), tensors["optimizer"], options=FULL)
         set_model_state_dict(model, tensors["model"], options=FULL)
         if accelerator.scaler is not None and tensors["scaler"] is not None:
             accelerator.scaler.load_state_dict(tensors["scaler"])
     dice = state / f"random_{accelerator.process_index}.pt"
-    if dice.exists():  # a process that was not there before keeps the dice of its seed
-        _set_dice(torch.load(dice, weights_only=True))
-    return RunProgress(**json.loads((state / PROGRESS).read_text(encoding="utf-8")))
+    with _told_if_damaged(state):
+        if dice.exists():  # a process that was not there before keeps the dice of its seed
+            _set_dice(torch.load(dice, weights_only=True))
+        return RunProgress(**json.loads((state / PROGRESS).read_text(encoding="utf-8")))
+
+
+@contextmanager
+def _told_if_damaged(state: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # readers raise errors of many kinds; all mean the same to the user
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{state} is damaged and cannot be continued from ({type(error).__name__}: {reason}). Delete that folder, "
+            "then --resume starts the run again."
+        ) from error
 
 
 def publish_folder(partial: Path, target: Path) -> None:
