@@ -169,6 +169,7 @@ def _convert_otherwise(rank, folder, model, batches):
         lambda m: convert(m, "hedgehog", batches, learning_rate=0.05 + rank, **options),
         lambda m: convert(patch_model(m, "rff", seed=rank), None, batches, **options),
         lambda m: convert(m, "hedgehog", batches, checkpoint=f"{folder}/{rank}", **options),
+        lambda m: convert(m, "hedgehog", batches, checkpoint=f"{folder}/one" if rank else None, **options),
     ]
     convert(copy.deepcopy(model), "hedgehog", batches, checkpoint=f"{folder}/0", **options)  # a state of process 0
     for attempt in attempts:
@@ -192,7 +193,9 @@ def test_processes_that_differ_are_refused(tmp_path):
     (first, weights, before), (second, others, same_before) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
     assert first == second and before == same_before
     for said, message in zip(
-        first, ["seed: 0, 1", "settings", "mechanisms", "steps_in_the_checkpoint: 2, 0"], strict=True
+        first,
+        ["seed: 0, 1", "settings", "mechanisms", "steps_in_the_checkpoint: 2, 0", "save_every: None, 100"],
+        strict=True,
     ):
         assert f"The processes differ in {message}" in said
     assert same(weights, others)  # calibrated on the batch of the first process

@@ -98,7 +98,8 @@ def convert(
         before = attention_error(model, measure)
         transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
         state = None if checkpoint is None else Path(checkpoint) / STATE
-        check_alike(seed=seed, settings=transfer.settings(), mechanisms=transfer.digest())
+        saved = None if checkpoint is None else save_every
+        check_alike(seed=seed, settings=transfer.settings(), mechanisms=transfer.digest(), save_every=saved)
         with transfer.layers_in_float32(), _progress_bar(progress, steps) as tell:
             expected = None if state is None else transfer.load(state, before)
             check_alike(steps_in_the_checkpoint=transfer.step)
