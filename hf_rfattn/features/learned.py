@@ -24,16 +24,13 @@ class HedgehogFeatures(FeatureMap):
     def __init__(self, num_heads: int, num_kv_heads: int, num_features: int, head_dim: int, seed: tuple[int, ...]):
         super().__init__()
         self.num_features = num_features
+        self.seed = seed
         rows = num_features // 2
-        start = torch.eye(head_dim, device="cpu")  # where draws are made, also while models are built without memory
-        if rows != head_dim:
-            drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*seed))[0].float()
-            drawn = F.normalize(drawn, dim=-1)
-            start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
-        self.query_weight = nn.Parameter(start.repeat(num_heads, 1, 1))  # [H, rows, D]
-        self.key_weight = nn.Parameter(start.repeat(num_kv_heads, 1, 1))
-        self.query_bias = nn.Parameter(torch.zeros(num_heads, rows))
-        self.key_bias = nn.Parameter(torch.zeros(num_kv_heads, rows))
+        self.query_weight = nn.Parameter(torch.empty(num_heads, rows, head_dim))
+        self.key_weight = nn.Parameter(torch.empty(num_kv_heads, rows, head_dim))
+        self.query_bias = nn.Parameter(torch.empty(num_heads, rows))
+        self.key_bias = nn.Parameter(torch.empty(num_kv_heads, rows))
+        self.reset_parameters()
 
     def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
         weight, bias = (self.query_weight, self.query_bias) if role == "query" else (self.key_weight, self.key_bias)
@@ -42,6 +39,21 @@ class HedgehogFeatures(FeatureMap):
 
     def multiply_adds(self) -> int:
         return self.query_weight.shape[1] * self.query_weight.shape[2]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the identity."""
+        if self.query_weight.is_meta:
+            return  # nothing to fill: a checkpoint will
+        rows, head_dim = self.query_weight.shape[1:]
+        start = torch.eye(head_dim, device="cpu")  # where draws are made
+        if rows != head_dim:
+            drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*self.seed))[0].float()
+            drawn = F.normalize(drawn, dim=-1)
+            start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
+        for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias)):
+            weight.copy_(start.expand_as(weight))
+            bias.zero_()
 
 
 START_TEMPERATURE = 0.25  # taught from there, features of real heads come closer to softmax than from 1
@@ -68,13 +80,14 @@ class LearnedPositiveFeatures(FeatureMap):
         super().__init__()
         self.num_features = num_features
         self.antithetic = antithetic
+        self.seed = seed
+        self.kind: Projection = projection
+        self.hadamard_blocks = hadamard_blocks
         rows = num_features // 2 if antithetic else num_features
-        drawn = draw_projection(
-            projection, num_kv_heads, rows, head_dim, seeded_generator(*seed, 0), hadamard_blocks
-        ).float()
-        self.query_projection = nn.Parameter(drawn.repeat_interleave(num_heads // num_kv_heads, dim=0))
-        self.key_projection = nn.Parameter(drawn)
-        self.log_temperature = nn.Parameter(torch.full((num_kv_heads,), math.log(START_TEMPERATURE)))
+        self.query_projection = nn.Parameter(torch.empty(num_heads, rows, head_dim))
+        self.key_projection = nn.Parameter(torch.empty(num_kv_heads, rows, head_dim))
+        self.log_temperature = nn.Parameter(torch.empty(num_kv_heads))
+        self.reset_parameters()
 
     def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
         x = self._scaled(x, scale)
@@ -95,3 +108,15 @@ class LearnedPositiveFeatures(FeatureMap):
 
     def multiply_adds(self) -> int:
         return self.key_projection.shape[1] * self.key_projection.shape[2]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the draw."""
+        if self.key_projection.is_meta:
+            return  # nothing to fill: a checkpoint will
+        kv_heads, rows, head_dim = self.key_projection.shape
+        generator = seeded_generator(*self.seed, 0)
+        drawn = draw_projection(self.kind, kv_heads, rows, head_dim, generator, self.hadamard_blocks)
+        self.query_projection.copy_(drawn.repeat_interleave(len(self.query_projection) // kv_heads, dim=0))
+        self.key_projection.copy_(drawn)
+        self.log_temperature.fill_(math.log(START_TEMPERATURE))

@@ -148,7 +148,7 @@ class TanhFeatures(FeatureMap):
 
 class RandomFeatures(FeatureMap):
     """A map with random buffers, drawn from (seed, layer, …, number of the draw); subclasses end `__init__` with
-    `draw()`.
+    `reset_parameters()`.
     """
 
     projection: Tensor  # [Hkv, rows, D]
@@ -203,6 +203,12 @@ class RandomFeatures(FeatureMap):
     def multiply_adds(self) -> int:
         return self.projection.shape[1] * self.projection.shape[2]
 
+    def reset_parameters(self) -> None:
+        """Back to the first draw."""
+        self.draws.zero_()
+        self.steps.zero_()
+        self.draw()
+
 
 class PositiveFeatures(RandomFeatures):
     """FAVOR+: φ(x)_r = M^(-1/2) exp(ω_rᵀx - |x|²/2), E φ(x)ᵀφ(y) = exp(xᵀy).
@@ -232,8 +238,8 @@ class PositiveFeatures(RandomFeatures):
         self.antithetic = antithetic
         self.optimal = optimal
         if optimal:
-            self.register_buffer("rho", torch.ones(num_kv_heads))
-        self.draw()
+            self.register_buffer("rho", torch.empty(num_kv_heads))
+        self.reset_parameters()
 
     def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
         return self._features(x, scale, -(scale**2) / 2, -math.log(self.num_features) / 2)
@@ -266,6 +272,11 @@ class PositiveFeatures(RandomFeatures):
         y_mean = (y * weight).sum((0, 2)) / total
         y_norm = (y * weight).square().sum((0, 2)) / total
         self.rho.copy_((x_norm + y_norm + 2 * x_mean * y_mean).mean(-1))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.optimal:
+            self.rho.fill_(1)
 
 
 class ReluFeatures(PositiveFeatures):
@@ -318,8 +329,8 @@ class FourierFeatures(RandomFeatures):
         if form == "cos":
             self.register_buffer("phase", torch.empty(num_kv_heads, rows))
         if normalize_qk:
-            self.log_temperature = nn.Parameter(torch.full((num_kv_heads,), math.log(TEMPERATURE)))
-        self.draw()
+            self.log_temperature = nn.Parameter(torch.empty(num_kv_heads))
+        self.reset_parameters()
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
         draw = KERNELS[self.kernel].frequencies
@@ -357,3 +368,9 @@ class FourierFeatures(RandomFeatures):
             self.log_temperature.detach().to(torch.promote_types(self.log_temperature.dtype, torch.float32))
         )
         return KERNELS[self.kernel].least(4 * temperature, self.projection.shape[-1]).clamp(min=SIGNED_FLOOR)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.normalize_qk:
+            self.log_temperature.fill_(math.log(TEMPERATURE))

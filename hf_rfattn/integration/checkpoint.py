@@ -1,9 +1,10 @@
 """Patched checkpoints: a saved model says in its config what was patched, and comes back patched, tensor for tensor.
 
-`save_pretrained` needs no help: mechanisms are submodules and the config is JSON. Loading needs two wraps of
-transformers, the only ones in this package: `PreTrainedModel.post_init` puts the mechanisms in place before weights
-are loaded into them, and `PreTrainedModel.from_pretrained` checks that every one of their tensors came from the
-checkpoint. Without this package transformers refuses the checkpoint by the name of its attention implementation.
+Mechanisms are submodules and the config is JSON, so most of it works by itself. The rest are wraps of methods of
+`PreTrainedModel`: `post_init` puts the mechanisms in place before weights are loaded into them, `from_pretrained`
+checks that every one of their tensors came from the checkpoint, and `_initialize_weights` fills the mechanisms of a
+model that was built on the meta device. Without this package transformers refuses the checkpoint by the name of its
+attention implementation.
 """
 
 import functools
@@ -11,9 +12,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..mechanisms import MechanismConfig, resolve_config
+from ..features import FeatureMap
+from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from .discovery import find_attention
 from .names import NAME, SPEC
 from .patching import FORMAT, apply_mechanisms, parse_layers
@@ -22,11 +25,12 @@ _HELP = "The checkpoint is damaged or was changed by hand; save it again from th
 
 
 def install() -> None:
-    """Wrap the two methods, once."""
+    """Wrap the methods, once."""
     if not hasattr(PreTrainedModel.post_init, "rfattn_original"):
         PreTrainedModel.post_init = _with_restored_mechanisms(PreTrainedModel.post_init)  # type: ignore[method-assign]
         original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
         PreTrainedModel.from_pretrained = classmethod(_with_checked_tensors(original))  # type: ignore[method-assign, assignment]
+        PreTrainedModel._initialize_weights = _with_mechanisms(PreTrainedModel._initialize_weights)  # type: ignore[method-assign]
 
 
 def _with_restored_mechanisms(original: Any) -> Any:
@@ -37,6 +41,26 @@ def _with_restored_mechanisms(original: Any) -> Any:
 
     post_init.rfattn_original = original  # type: ignore[attr-defined]
     return post_init
+
+
+def _with_mechanisms(original: Any) -> Any:
+    """transformers calls it for every module after `to_empty`, and for those that a checkpoint left incomplete."""
+
+    @functools.wraps(original)
+    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        done = getattr(module, "_is_hf_initialized", False)
+        if not done and isinstance(module, (Mechanism, FeatureMap)):
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
+                if not hasattr(module, "reset_parameters"):
+                    raise NotImplementedError(
+                        f"{type(module).__name__} has parameters or buffers of its own, so it must define "
+                        "reset_parameters(), which fills them with their initial values."
+                    )
+                module.reset_parameters()  # type: ignore[operator]
+        original(self, module, *args, **kwargs)
+
+    return _initialize_weights
 
 
 def restore(model: PreTrainedModel) -> None:

@@ -268,7 +268,10 @@ def _build(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism
     )
     weight = next(p for p in site.module.parameters() if p.is_floating_point())
     dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.get_default_dtype()  # not that of quantised weights
-    return mechanism.to(device=weight.device, dtype=dtype).train(site.module.training)
+    mechanism = mechanism.to(device=weight.device, dtype=dtype).train(site.module.training)
+    for part in mechanism.modules():
+        part._is_hf_initialized = not weight.is_meta  # type: ignore[assignment]  # init_weights leaves what is there
+    return mechanism
 
 
 def _configs(sites: Iterable[AttentionSite]) -> list[Any]:

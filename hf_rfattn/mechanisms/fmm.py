@@ -8,6 +8,7 @@ Nguyen et al., "FMMformer: Efficient and Flexible Transformer via Decomposed Nea
 NeurIPS 2021.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -70,16 +71,14 @@ class FmmAttention(Mechanism):
         super().__init__(config, seed=seed, **shape)
         far = [resolve_config(f) for f in config.far]
         self.far = nn.ModuleList(mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
-        joint = config.normalizer == "joint"
-        if joint:
+        if config.normalizer == "joint":
             for m in self._far():
                 if not m.feature_map.positive:
                     raise ValueError(
                         f"normalizer='joint' needs positive feature maps; {m.config.name!r} is signed here."
                     )
-        # Separate terms start as an equal blend; a joint denominator starts as softmax has it.
-        start = torch.zeros(1 + len(far)) if joint else torch.full((1 + len(far),), 1 / (1 + len(far))).log()
-        self.log_weights = nn.Parameter(start.repeat(self.num_heads, 1))  # [H, near and each far]
+        self.log_weights = nn.Parameter(torch.empty(self.num_heads, 1 + len(far)))  # near and each far
+        self.reset_parameters()
 
     def _far(self) -> list[LinearMechanism]:
         return [cast(LinearMechanism, m) for m in self.far]
@@ -185,6 +184,12 @@ class FmmAttention(Mechanism):
         near = near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
         outside = self.config.bandwidth if self.config.normalizer == "joint" else None
         return near + sum(far.far_multiply_adds(length, causal, outside) for far in self._far())
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Separate terms start as an equal blend; a joint denominator starts as softmax has it."""
+        share = 1.0 if self.config.normalizer == "joint" else 1 / self.log_weights.shape[1]
+        self.log_weights.fill_(math.log(share))
 
 
 register_mechanism("fmm", FmmConfig, FmmAttention, aliases={"fmmformer": {}})
