@@ -10,6 +10,7 @@ attention implementation.
 import functools
 import warnings
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -17,10 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..features import FeatureMap
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
+from ..mechanisms.config import check_nesting
 from .discovery import find_attention
 from .names import NAME, SPEC
 from .patching import FORMAT, apply_mechanisms, parse_layers
 
+SOFTMAX_NAMES = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # a patched checkpoint, by from_pretrained
 _HELP = "The checkpoint is damaged or was changed by hand; save it again from the patched model."
 
 
@@ -44,20 +48,19 @@ def _with_restored_mechanisms(original: Any) -> Any:
 
 
 def _with_mechanisms(original: Any) -> Any:
-    """transformers calls it for every module after `to_empty`, and for those that a checkpoint left incomplete."""
+    """transformers calls it for every module after `to_empty`, and when it loads a checkpoint, which has it all."""
 
     @functools.wraps(original)
     def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        done = getattr(module, "_is_hf_initialized", False)
-        if not done and isinstance(module, (Mechanism, FeatureMap)):
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
-                if not hasattr(module, "reset_parameters"):
-                    raise NotImplementedError(
-                        f"{type(module).__name__} has parameters or buffers of its own, so it must define "
-                        "reset_parameters(), which fills them with their initial values."
-                    )
-                module.reset_parameters()  # type: ignore[operator]
+        done = getattr(module, "_is_hf_initialized", False) or _LOADING.get()
+        ours = isinstance(module, (Mechanism, FeatureMap))
+        if ours and not done and [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if not hasattr(module, "reset_parameters"):
+                raise NotImplementedError(
+                    f"{type(module).__name__} has parameters or buffers of its own, so it must define "
+                    "reset_parameters(), which fills them with their initial values."
+                )
+            module.reset_parameters()  # type: ignore[operator]
         original(self, module, *args, **kwargs)
 
     return _initialize_weights
@@ -91,6 +94,7 @@ def read_spec(spec: Any) -> tuple[dict[int, MechanismConfig], bool, int]:
     """(mechanism of each layer, cross_attention, seed) of a config's document."""
     if not isinstance(spec, Mapping):
         raise ValueError(f"config.{SPEC} must be a document, not {type(spec).__name__}. {_HELP}")
+    check_nesting(spec)
     version = spec.get("format")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ValueError(f"config.{SPEC} has no format version. {_HELP}")
@@ -104,8 +108,11 @@ def read_spec(spec: Any) -> tuple[dict[int, MechanismConfig], bool, int]:
         raise ValueError(f"config.{SPEC} does not say which layers are patched. {_HELP}")
     if not isinstance(cross_attention, bool) or not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"config.{SPEC} needs cross_attention (true or false) and a whole seed. {_HELP}")
-    if not isinstance(spec.get("softmax"), str):
-        raise ValueError(f"config.{SPEC} names no softmax implementation. {_HELP}")
+    if spec.get("softmax") not in SOFTMAX_NAMES:  # never code from the Hub, which transformers would fetch by name
+        raise ValueError(
+            f"config.{SPEC} names {spec.get('softmax')!r} as its softmax implementation; possible are "
+            f"{', '.join(SOFTMAX_NAMES)}. {_HELP}"
+        )
     by_layer: dict[int, MechanismConfig] = {}
     for key, document in layers.items():
         if not isinstance(key, str) or not isinstance(document, Mapping):
@@ -132,7 +139,11 @@ def _with_checked_tensors(original: Any) -> Any:
             "ignore_mismatched_sizes": True,
             "output_loading_info": True,
         }  # never pickle
-        model, info = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        token = _LOADING.set(True)
+        try:
+            model, info = original(cls, pretrained_model_name_or_path, *args, **kwargs)
+        finally:
+            _LOADING.reset(token)
         _check_loaded(pretrained_model_name_or_path, info, ignore)
         _check_layers(model)
         if explicit is None:

@@ -192,6 +192,8 @@ def parse_layers(key: Any) -> list[int]:
             if int(last or first) >= MOST_LAYERS:
                 raise ValueError(f"{key!r} names a layer beyond {MOST_LAYERS}.")
             numbers.extend(range(int(first), int(last or first) + 1))
+            if len(numbers) > MOST_LAYERS:
+                raise ValueError(f"{key[:20]!r}… names more than {MOST_LAYERS} layers.")
         return numbers
     if isinstance(key, Iterable):
         return [number for item in key for number in parse_layers(item)]

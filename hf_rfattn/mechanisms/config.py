@@ -8,7 +8,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Union
 
-LARGEST = 1_000_000  # of any number of features, keys or steps
+# What a config may ask for at most: it may come from a stranger, and sizes are allocated. Other numbers: LARGEST.
+MOST = {"num_features": 16_384, "bandwidth": 16_384, "global_tokens": 1_024, "hadamard_blocks": 8}
+LARGEST = 1_000_000
+MOST_ITEMS = 32  # of a tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +72,8 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
     elif origin is tuple:
         if not isinstance(value, tuple):
             raise ValueError(f"{name} must be a tuple, not {value!r}.")
+        if len(value) > MOST_ITEMS:
+            raise ValueError(f"{name} has {len(value)} items; at most {MOST_ITEMS} are possible.")
         for item in value:
             _check_value(f"each of {name}", item, args[0])
     elif isinstance(hint, type) and not isinstance(value, hint):
@@ -76,11 +81,22 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def check_at_least(config: MechanismConfig, least: int, *names: str) -> None:
-    """Raise unless each named field is None or at least `least` (and not absurdly large)."""
+    """Raise unless each named field is None or at least `least` (and at most what `MOST` allows)."""
     for name in names:
-        value = getattr(config, name)
-        if value is not None and not least <= value <= LARGEST:
-            raise ValueError(f"{name} must be at least {least} and at most {LARGEST}, not {value!r}.")
+        value, most = getattr(config, name), MOST.get(name, LARGEST)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name} must be at least {least} and at most {most}, not {value!r}.")
+
+
+def check_nesting(document: Any, most: int = 8) -> None:
+    """Raise for lists and mappings nested deeper than any document of ours, before anything recurses into them."""
+    level = [document]
+    for _ in range(most + 1):
+        inner = [value.values() if isinstance(value, Mapping) else value for value in level]
+        level = [item for values in inner for item in values if isinstance(item, (Mapping, list, tuple))]
+        if not level:
+            return
+    raise ValueError(f"The document is nested more than {most} levels deep.")
 
 
 def default_features(num_features: int | None, head_dim: int, even: bool, why: str = "") -> int:
