@@ -1,16 +1,20 @@
 """Patched checkpoints: a saved model says in its config what was patched, and comes back patched, tensor for tensor.
 
-Mechanisms are submodules and the config is JSON, so most of it works by itself. The rest are wraps of methods of
-`PreTrainedModel`: `post_init` puts the mechanisms in place before weights are loaded into them, `from_pretrained`
-checks that every one of their tensors came from the checkpoint, and `_initialize_weights` fills the mechanisms of a
-model that was built on the meta device. Without this package transformers refuses the checkpoint by the name of its
-attention implementation.
+Mechanisms are submodules and the config is JSON, so most of it works by itself. The rest are wraps of transformers:
+`PreTrainedModel.post_init` puts the mechanisms in place before weights are loaded into them, `from_pretrained` checks
+that every one of their tensors came from the checkpoint, `_initialize_weights` fills the mechanisms of a model that
+was built on the meta device, and `PreTrainedConfig.save_pretrained` adds the file that lets `trust_remote_code=True`
+load the folder where this package is installed but not imported. Where it is not installed, transformers refuses the
+checkpoint by the name of its attention implementation.
 """
 
+import copy
 import functools
+import shutil
 import warnings
 from collections.abc import Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,10 +24,11 @@ from ..features import FeatureMap
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from ..mechanisms.config import check_nesting
 from .discovery import find_attention
-from .names import NAME, SPEC
+from .names import CODE, NAME, SPEC
 from .patching import FORMAT, apply_mechanisms, parse_layers
 
 SOFTMAX_NAMES = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_LOADER = f"{CODE.removesuffix('.py')}.PatchedConfig"
 _LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # a patched checkpoint, by from_pretrained
 _HELP = "The checkpoint is damaged or was changed by hand; save it again from the patched model."
 
@@ -34,6 +39,7 @@ def install() -> None:
         PreTrainedModel.post_init = _with_restored_mechanisms(PreTrainedModel.post_init)  # type: ignore[method-assign]
         original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
         PreTrainedModel.from_pretrained = classmethod(_with_checked_tensors(original))  # type: ignore[method-assign, assignment]
+        PreTrainedConfig.save_pretrained = _with_code(PreTrainedConfig.save_pretrained)  # type: ignore[method-assign]
         PreTrainedModel._initialize_weights = _with_mechanisms(PreTrainedModel._initialize_weights)  # type: ignore[method-assign]
 
 
@@ -123,6 +129,42 @@ def read_spec(spec: Any) -> tuple[dict[int, MechanismConfig], bool, int]:
                 raise ValueError(f"config.{SPEC} names layer {number} twice. {_HELP}")
             by_layer[number] = config
     return by_layer, cross_attention, seed
+
+
+def _with_code(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_pretrained(self: PreTrainedConfig, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        config = _portable(self)
+        original(config, save_directory, *args, **kwargs)
+        if (getattr(config, "auto_map", None) or {}).get("AutoConfig") == _LOADER:
+            shutil.copyfile(Path(__file__).with_name(CODE), Path(save_directory, CODE))
+
+    return save_pretrained
+
+
+def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config as it is saved: what must be known where it is loaded, and nothing that is known here alone.
+
+    Its `auto_map` names our file while the model is patched. One entry serves every Auto class, since all of them read
+    the config first; models that bring code of their own keep theirs.
+    """
+    patched = any(getattr(c, SPEC, None) is not None for c in _with_nested(config))
+    auto_map = getattr(config, "auto_map", None) or {}
+    ours = _LOADER in str(auto_map.get("AutoConfig"))  # loaded from the Hub, it has a repository's name in front
+    if not patched and not ours:
+        return config
+    config = copy.deepcopy(config)
+    for part in _with_nested(config):
+        spec = getattr(part, SPEC, None)
+        if isinstance(spec, dict) and spec.get("softmax") not in SOFTMAX_NAMES:  # a kernel, or of this process alone
+            setattr(part, SPEC, {**spec, "softmax": "sdpa"})
+    if type(config).__module__.startswith("transformers."):
+        config.auto_map = {n: c for n, c in auto_map.items() if not n.startswith(("AutoConfig", "AutoModel"))}
+        if patched:
+            config.auto_map["AutoConfig"] = _LOADER
+        elif not config.auto_map:
+            del config.auto_map
+    return config
 
 
 def _with_checked_tensors(original: Any) -> Any:
