@@ -1,7 +1,8 @@
 """Patched checkpoints load once this package is imported, though neither torch nor transformers is imported for that.
 
-`hf_rfattn.integration` teaches transformers to load them. It needs the modeling code of transformers, which takes
-seconds to import; so it is imported right after that code, whoever asks for it first.
+`hf_rfattn.integration` teaches transformers to load them, and `hf_rfattn.integration.adapters` teaches PEFT to load
+their adapters. Both need the code that they teach, which takes seconds to import; so they are imported right after it,
+whoever asks for it first.
 """
 
 import sys
@@ -11,25 +12,27 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-MODELING = "transformers.modeling_utils"
-INTEGRATION = "hf_rfattn.integration"
+FOLLOWS = {
+    "transformers.modeling_utils": "hf_rfattn.integration",
+    "peft.peft_model": "hf_rfattn.integration.adapters",
+}
 
 
 def follow_transformers() -> None:
-    """Import our integration: now if transformers' modeling code is there, or else as soon as it is."""
-    if MODELING in sys.modules:
-        import_module(INTEGRATION)
-    else:
-        sys.meta_path.insert(0, _Follower())
+    """Import our modules: now if the code that they follow is there, or else as soon as it is."""
+    sys.meta_path.insert(0, _Follower())
+    for leader, follower in FOLLOWS.items():
+        if leader in sys.modules:
+            import_module(follower)
 
 
 class _Follower(MetaPathFinder):
-    """Finds one module, as the other finders do, and lets the import of ours follow it."""
+    """Finds the leading modules, as the other finders do, and lets the import of ours follow them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != MODELING:
+        if fullname not in FOLLOWS:
             return None
         others = (f for f in sys.meta_path if hasattr(f, "find_spec") and not isinstance(f, _Follower))
         found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -40,7 +43,7 @@ class _Follower(MetaPathFinder):
 
         def execute_and_follow(module: ModuleType) -> None:
             execute(module)
-            import_module(INTEGRATION)
+            import_module(FOLLOWS[fullname])
 
         spec.loader.exec_module = execute_and_follow  # type: ignore[method-assign]
         return spec

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
+from conftest import MODELS, hidden, tiny_bert, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_patching import mechanisms, tiny_bart
 from transformers import (
@@ -203,21 +202,6 @@ def test_trainer_checkpoint(tmp_path):
     assert_same_model(model.eval(), again, input_ids=ids())
     maps = [m for m in again.modules() if isinstance(m, RandomFeatures)]
     assert maps and all(int(m.draws) == 2 and m.redraw_interval == 2 for m in maps)
-
-
-def test_peft_adapter_on_a_patched_base(tmp_path):
-    model = altered(patch_model(tiny_gpt2(), "hedgehog"))
-    model.save_pretrained(tmp_path / "base")
-    adapter = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["rf"], fan_in_fan_out=True)
-    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter)
-    with torch.no_grad():
-        for p in tuned.parameters():
-            if p.requires_grad:
-                p.add_(0.1)
-    tuned.eval().save_pretrained(tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    torch.testing.assert_close(hidden(again, input_ids=(t := ids())), hidden(tuned, input_ids=t))
 
 
 def test_from_config_is_patched_too(saved):

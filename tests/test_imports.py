@@ -70,8 +70,7 @@ print(json.dumps(list(sys.modules)))
 @pytest.fixture
 def modules_here(monkeypatch, tmp_path):
     """A folder for the modules that the hook watches and imports, in place of transformers' and ours."""
-    monkeypatch.setattr(import_hook, "MODELING", "modeling_here")
-    monkeypatch.setattr(import_hook, "INTEGRATION", "integration_here")
+    monkeypatch.setattr(import_hook, "FOLLOWS", {"modeling_here": "integration_here"})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -80,7 +79,7 @@ def modules_here(monkeypatch, tmp_path):
 
 
 def test_the_hook_follows_an_import_even_if_it_failed_once(modules_here):
-    """That it follows transformers is seen in test_checkpoint.py, by a patched checkpoint in a fresh process."""
+    """That it follows transformers and PEFT is seen in fresh processes, in test_checkpoint.py and test_adapters.py."""
     (modules_here / "modeling_here.py").write_text("raise RuntimeError('not this time')")
     (modules_here / "integration_here.py").write_text("import modeling_here; complete = modeling_here.complete")
     import_hook.follow_transformers()
