@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from conftest import MODELS, hidden, tiny_bert
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel, PreTrainedModel
-from variants import every_variant
+from variants import every_mechanism, every_variant
 
 from hf_rfattn import build_mechanism, patch_model, redraw
 from hf_rfattn.mechanisms import Mechanism
@@ -55,6 +57,26 @@ def test_a_model_that_is_patched_on_the_meta_device():
     spoil(model)
     model.init_weights()
     assert_same_tensors(mechanism_tensors(model), mechanism_tensors(expected))
+
+
+@every_mechanism
+def test_fsdp_on_the_meta_device(variant):
+    """Parameters are split before they have memory; one process has all of every split."""
+    expected = patch_model(tiny_bert(), variant[0], seed=7)
+    with torch.device("meta"):
+        model = BertModel(copy.deepcopy(expected.config))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for part in (*model.encoder.layer, model):
+            fully_shard(part)
+        model.to_empty(device="cpu")
+        spoil(model)
+        model.init_weights()
+        tensors = mechanism_tensors(model)
+        whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
+    finally:
+        dist.destroy_process_group()
+    assert_same_tensors(whole, mechanism_tensors(expected))
 
 
 @every_variant

@@ -52,7 +52,7 @@ class HedgehogFeatures(FeatureMap):
             drawn = F.normalize(drawn, dim=-1)
             start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
         for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias)):
-            weight.copy_(start.expand_as(weight))
+            _fill(weight, start.repeat(len(weight), 1, 1))
             bias.zero_()
 
 
@@ -117,6 +117,16 @@ class LearnedPositiveFeatures(FeatureMap):
         kv_heads, rows, head_dim = self.key_projection.shape
         generator = seeded_generator(*self.seed, 0)
         drawn = draw_projection(self.kind, kv_heads, rows, head_dim, generator, self.hadamard_blocks)
-        self.query_projection.copy_(drawn.repeat_interleave(len(self.query_projection) // kv_heads, dim=0))
-        self.key_projection.copy_(drawn)
+        _fill(self.query_projection, drawn.repeat_interleave(len(self.query_projection) // kv_heads, dim=0))
+        _fill(self.key_projection, drawn)
         self.log_temperature.fill_(math.log(START_TEMPERATURE))
+
+
+def _fill(parameter: nn.Parameter, value: Tensor) -> None:
+    """Copy into a parameter, of one that FSDP has split the part that is here."""
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = value.to(parameter.device, parameter.dtype)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+    parameter.copy_(value)
