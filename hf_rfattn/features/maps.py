@@ -166,6 +166,7 @@ class RandomFeatures(FeatureMap):
         redraw_interval: int | None,
     ):
         super().__init__()
+        self.version = 0  # changes with the map: a state of generation holds sums of the features of one version
         self.seed = seed
         self.redraw_interval = redraw_interval
         self.kind: Projection = kind
@@ -190,6 +191,7 @@ class RandomFeatures(FeatureMap):
 
     def redraw(self) -> None:
         """Go on to the next draw."""
+        self.version += 1
         self.draws += 1
         self.steps.zero_()
         self.draw()
@@ -265,6 +267,7 @@ class PositiveFeatures(RandomFeatures):
         x_norm = ((x * q_weight).square().sum((0, 2)) / q_total).view(kv_heads, -1, x.shape[-1]).mean(1)
         y_mean = (y * weight).sum((0, 2)) / total
         y_norm = (y * weight).square().sum((0, 2)) / total
+        self.version += 1
         self.rho.copy_((x_norm + y_norm + 2 * x_mean * y_mean).mean(-1))
 
 

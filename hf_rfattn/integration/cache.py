@@ -5,6 +5,8 @@ A forward pre-hook of each attention module puts it into the cache that `generat
 threads and torch.compile see nothing but the cache itself.
 """
 
+import copy
+import weakref
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from ..mechanisms import Mechanism
+from ..mechanisms.base import random_maps
 from .names import CACHE, NAME
 
 
@@ -31,7 +34,24 @@ class RecurrentLayer(CacheLayerMixin):
         self.is_compileable = static_length is not None
         self.seen: int | Tensor = 0 if static_length is None else torch.tensor(0)
         self.state: dict[str, Tensor] = {}
+        self.mechanism: weakref.ref[nn.Module] | None = None  # that made the state
+        self.versions: list[int] | None = None  # of its random maps
+        self.announced = False  # an update by the mechanism
         self.waiting = False  # for the attention function to take the keys of the last update
+
+    def announce(self, mechanism: nn.Module) -> None:
+        """Say which mechanism is about to update the layer: a state made by another one means nothing to it."""
+        versions = [feature_map.version for feature_map in random_maps(mechanism)]
+        if not self.is_initialized or self.mechanism is None:
+            self.mechanism = weakref.ref(mechanism)
+        if self.versions is None:
+            self.versions = versions
+        if self.mechanism() is not mechanism or self.versions != versions:
+            raise ValueError(
+                "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
+                "redrawn or calibrated after the cache was filled. Start again without past_key_values."
+            )
+        self.announced = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.batch_size = key_states.shape[0]
@@ -42,6 +62,13 @@ class RecurrentLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
+        if not self.announced:
+            raise ValueError(
+                "This cache holds the state of linear attention, which softmax cannot read: the model was unpatched, "
+                "switched to softmax or patched in other layers after the cache was filled. Start again without "
+                "past_key_values."
+            )
+        self.announced = False
         if self.waiting:
             raise NotImplementedError(
                 "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
@@ -100,7 +127,8 @@ class RecurrentLayer(CacheLayerMixin):
             self.seen.zero_()
         else:
             self.seen = 0
-        self.waiting = False
+        self.versions = None
+        self.announced = self.waiting = False
 
     def _index(self, rows: Tensor) -> None:
         for name, tensor in self.state.items():
@@ -129,6 +157,14 @@ class RecurrentLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         if self.state:
             self.state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.state.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecurrentLayer":
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "mechanism": None}  # where it is unpickled, another object stands for the mechanism
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
@@ -161,6 +197,8 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
         if isinstance(layer, DynamicLayer) and hasattr(layer, "update_recurrent_state"):
             return None  # a layer that is state space and attention at once keeps its keys, all of which are then read
         layer = cache.layers[layer_idx] = _recurrent_in_place_of(layer)
+    if getattr(module, "rf", None) is not None:
+        layer.announce(module.rf)
     return args, {**kwargs, CACHE: layer}
 
 
