@@ -3,7 +3,6 @@ accelerate.
 """
 
 import copy
-import itertools
 import pickle
 import threading
 
@@ -23,7 +22,7 @@ from transformers import (
 )
 from variants import every_mechanism
 
-from hf_rfattn import FavorConfig, attention_error, calibrate, patch_model, redraw, unpatch_model
+from hf_rfattn import attention_error, calibrate, patch_model, unpatch_model
 from hf_rfattn.features.maps import RandomFeatures
 
 every_model = pytest.mark.parametrize("family", MODELS)
@@ -276,52 +275,7 @@ def test_an_unpatched_model_with_our_name_is_told_so(family):
         model(input_ids=ids())
 
 
-# --- redraws, errors, calibration ------------------------------------------------------------------------------------
-
-
-def projections(model):
-    return [m.projection.clone() for m in model.modules() if isinstance(m, RandomFeatures)]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@every_model
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
-def test_redraw_schedule(family, checkpointing):
-    """Three training steps a draw, however often checkpointing runs a layer; eval never redraws."""
-    model = patch_model(MODELS[family](), "favor+", redraw_interval=3).train()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
-    seen = []
-    for _ in range(8):
-        hidden(model, input_ids=ids(), use_cache=False).square().mean().backward()
-        seen.append(projections(model))
-    assert [same(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False, True, True, False, True]
-    assert all(int(m.draws) == 2 and int(m.steps) == 2 for m in model.modules() if isinstance(m, RandomFeatures))
-    twin = patch_model(MODELS[family](), "favor+", redraw_interval=3)
-    assert same(projections(redraw(redraw(twin))), seen[-1]), "the draw depends on seed, layer and number alone"
-    model.eval()
-    for _ in range(5):
-        hidden(model, input_ids=ids())
-    assert same(projections(model), seen[-1])
-
-
-def test_redraw_schedule_of_a_far_field():
-
-    model = patch_model(tiny_bert(), "fmm", far=(FavorConfig(redraw_interval=1),)).train()
-    before = projections(model)
-    hidden(model, input_ids=ids())
-    hidden(model, input_ids=ids())
-    assert not same(before, projections(model))
-
-
-def test_redraw_schedule_and_compile_do_not_mix_silently():
-    model = patch_model(tiny_bert(num_hidden_layers=1), "favor+", redraw_interval=3).train()
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="redraw schedule cannot run inside"):
-        torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids())
+# --- errors, calibration ---------------------------------------------------------------------------------------------
 
 
 @every_model

@@ -16,7 +16,7 @@ from .cache import hand_on_cache
 from .configs import own_configs
 from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC
-from .redraw import redraw_on_schedule
+from .redraw import RedrawSchedule
 
 FORMAT = 1
 MOST_LAYERS = 10_000
@@ -104,7 +104,7 @@ def apply_mechanisms(
             owner._is_stateful = True  # transformers then refuses what would need to take tokens back
     for owner in {id(site.owner): site.owner for site in patched}.values():
         if any(m.redraw_interval is not None for m in random_maps(owner)):
-            owner.register_forward_pre_hook(redraw_on_schedule)
+            owner.register_forward_pre_hook(RedrawSchedule())
     return patched
 
 
@@ -158,7 +158,7 @@ def _remove_mechanisms(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             vars(module).pop("_is_stateful", None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in (refuse_attention_outputs, redraw_on_schedule, hand_on_cache):
+            if hook in (refuse_attention_outputs, hand_on_cache) or isinstance(hook, RedrawSchedule):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
