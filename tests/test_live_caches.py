@@ -92,3 +92,50 @@ def test_copied_pickled_and_reset_caches(kind):
     redraw(model)
     fresh = empty_cache(model, kind)
     assert torch.equal(forward(model, tokens, cache), forward(model, tokens, fresh))
+
+
+@every_family
+@every_cache
+@pytest.mark.parametrize("change", [None, "reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+def test_a_cache_made_in_inference_mode_goes_on_outside(family, kind, change):
+    model = patch_model(FAMILIES[family](), "favor+")
+    tokens = ids(batch=3)
+    cache, expected = empty_cache(model, kind), empty_cache(model, kind)
+    argument = {"batch_select_indices": torch.tensor([2, 0]), "batch_repeat_interleave": 2}
+    with torch.inference_mode():
+        forward(model, tokens, cache)
+        if change is not None:
+            getattr(cache, change)(argument.get(change, torch.tensor([2, 1, 0])))
+    forward(model, tokens, expected)
+    if change is not None:
+        getattr(expected, change)(argument.get(change, torch.tensor([2, 1, 0])))
+    for length in (1, 3):
+        following = ids(cache.layers[0].batch_size, length)
+        assert torch.equal(forward(model, following, cache), forward(model, following, expected))
+
+
+@every_cache
+def test_generate_from_a_cache_made_in_inference_mode(kind):
+    model = patch_model(tiny_llama(), "fmm", bandwidth=3)
+    tokens = ids(batch=1)
+    settings = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    whole = model.generate(tokens, use_cache=False, **settings)
+    cache = empty_cache(model, kind)
+    with torch.inference_mode():
+        forward(model, tokens[:, :-1], cache)
+    assert torch.equal(model.generate(tokens, past_key_values=cache, **settings), whole)
+
+
+@every_cache
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiled_models_make_the_cache_too(kind, mode):
+    """fullgraph, from the first token of the prompt on."""
+    model = patch_model(tiny_llama(num_hidden_layers=1), "linear")
+    tokens, following = ids(), ids(length=1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    cache, expected = empty_cache(model, kind), empty_cache(model, kind)
+    forward(model, tokens, expected)
+    with mode():
+        compiled(input_ids=tokens, past_key_values=cache, use_cache=True)
+        torch.testing.assert_close(forward(model, following, cache), forward(model, following, expected))

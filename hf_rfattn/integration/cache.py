@@ -19,7 +19,10 @@ from .names import CACHE, NAME
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context."""
+    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context.
+
+    They are not made in inference mode, since they could then not be updated outside of it.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -32,7 +35,8 @@ class RecurrentLayer(CacheLayerMixin):
         super().__init__()
         self.static_length = static_length
         self.is_compileable = static_length is not None
-        self.seen: int | Tensor = 0 if static_length is None else torch.tensor(0)
+        with torch.inference_mode(False):
+            self.seen: int | Tensor = 0 if static_length is None else torch.tensor(0)
         self.state: dict[str, Tensor] = {}
         self.mechanism: weakref.ref[nn.Module] | None = None  # that made the state
         self.versions: list[int] | None = None  # of its random maps
@@ -58,7 +62,8 @@ class RecurrentLayer(CacheLayerMixin):
         self.device = key_states.device
         self.keys = self.values = key_states.new_empty(0)  # nothing is kept of them, but some models ask
         if isinstance(self.seen, Tensor):
-            self.seen = self.seen.to(self.device)
+            with torch.inference_mode(False):
+                self.seen = self.seen.to(self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
@@ -93,7 +98,8 @@ class RecurrentLayer(CacheLayerMixin):
         fresh = not self.is_initialized
         if fresh:
             dtype = torch.promote_types(v.dtype, torch.float32)
-            self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
+            with torch.inference_mode(False):
+                self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
             self.is_initialized = True
             if self.is_compileable and not torch.compiler.is_compiling():
                 for tensor in (*self.state.values(), self.seen):
@@ -130,6 +136,7 @@ class RecurrentLayer(CacheLayerMixin):
         self.versions = None
         self.announced = self.waiting = False
 
+    @torch.inference_mode(False)
     def _index(self, rows: Tensor) -> None:
         for name, tensor in self.state.items():
             chosen = tensor.index_select(0, rows.to(tensor.device))
@@ -151,9 +158,11 @@ class RecurrentLayer(CacheLayerMixin):
         if self.state:
             self._index(torch.arange(self.batch_size).repeat_interleave(repeats))
 
+    @torch.inference_mode(False)
     def offload(self) -> None:
         self.state = {name: tensor.to("cpu", non_blocking=True) for name, tensor in self.state.items()}
 
+    @torch.inference_mode(False)
     def prefetch(self) -> None:
         if self.state:
             self.state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.state.items()}
