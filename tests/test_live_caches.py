@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from conftest import tiny_gpt2, tiny_llama
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_rfattn import calibrate, patch_model, redraw, unpatch_model
 
@@ -139,3 +139,28 @@ def test_compiled_models_make_the_cache_too(kind, mode):
     with mode():
         compiled(input_ids=tokens, past_key_values=cache, use_cache=True)
         torch.testing.assert_close(forward(model, following, cache), forward(model, following, expected))
+
+
+WHISPER = {
+    "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
+    "max_source_positions": 64, "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_whisper_returns_a_cache_that_cannot_be_continued(beams):
+    """It copies keys and values, which a recurrent layer does not have, into a new cache."""
+    model = patch_model(WhisperForConditionalGeneration(WhisperConfig(**WHISPER)).eval(), "favor+")
+    with torch.no_grad():
+        [parameter.mul_(4) for parameter in model.parameters() if parameter.ndim > 1]  # not one token for ever
+    sound, settings = torch.randn(2, 8, 128), {"max_new_tokens": 6, "num_beams": beams}
+    expected = model.generate(sound, use_cache=False, **settings)
+    result = model.generate(sound, return_dict_in_generate=True, **settings)
+    assert torch.equal(result.sequences[:, 1:], expected) and len(expected.unique()) > 1
+    following = {"decoder_input_ids": ids(length=1), "past_key_values": result.past_key_values}
+    with pytest.raises(ValueError, match="what it had seen is lost"):
+        model(sound, **following)
+    with pytest.raises(RuntimeError):
+        unpatch_model(model)(sound, **following)

@@ -60,7 +60,7 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.batch_size = key_states.shape[0]
         self.device = key_states.device
-        self.keys = self.values = key_states.new_empty(0)  # nothing is kept of them, but some models ask
+        self.keys = self.values = key_states.new_empty(self.batch_size, 0)  # none are kept, but some models ask
         if isinstance(self.seen, Tensor):
             with torch.inference_mode(False):
                 self.seen = self.seen.to(self.device)
@@ -145,6 +145,7 @@ class RecurrentLayer(CacheLayerMixin):
             else:
                 self.state[name] = chosen
         self.batch_size = len(rows)
+        self.keys = self.values = self.keys.new_empty(self.batch_size, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(beam_idx)
@@ -216,6 +217,11 @@ def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
         raise NotImplementedError(
             f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default "
             "cache (cache_implementation=None or 'static')."
+        )
+    if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.numel() == 0:
+        raise ValueError(
+            "This cache is a copy of the keys and values of another one, as Whisper's generate returns it, but a "
+            "patched layer keeps no keys and values: what it had seen is lost. Start again without past_key_values."
         )
     if int(layer.get_seq_length()) > 0:
         raise ValueError(
