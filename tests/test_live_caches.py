@@ -164,3 +164,14 @@ def test_whisper_returns_a_cache_that_cannot_be_continued(beams):
         model(sound, **following)
     with pytest.raises(RuntimeError):
         unpatch_model(model)(sound, **following)
+
+
+@every_family
+@every_cache
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_a_cache_of_another_batch_size_is_refused(family, kind, batch):
+    model = patch_model(FAMILIES[family](), "favor+")
+    cache = empty_cache(model, kind)
+    forward(model, ids(batch=3), cache)
+    with pytest.raises(ValueError, match=rf"holds 3 sequences, but the input has {batch}"):
+        forward(model, ids(batch, 1), cache)

@@ -96,6 +96,12 @@ class RecurrentLayer(CacheLayerMixin):
         self.waiting = False
         length = k.shape[2]
         fresh = not self.is_initialized
+        if k.shape[0] != self.batch_size:
+            raise ValueError(
+                f"This cache holds {self.batch_size} sequences, but the input has {k.shape[0]}. Give each batch a "
+                "cache of its own, or first select or repeat the rows of this one: cache.batch_select_indices(rows), "
+                "cache.batch_repeat_interleave(n)."
+            )
         if fresh:
             dtype = torch.promote_types(v.dtype, torch.float32)
             with torch.inference_mode(False):
