@@ -1,5 +1,6 @@
 """generate() of patched decoders: token for token what use_cache=False gives, from a state of constant size."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conftest import MODELS, tiny_bert, tiny_gpt2, tiny_llama
+from tiny_models import build
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -268,8 +270,31 @@ def test_what_needs_rollback_is_refused_before_the_first_token():
     with pytest.raises(NotImplementedError, match="cannot forget"):
         cache.activate_past_recording()
     assert not cache.is_croppable
-    # a softmax model may still be helped, after unpatching
+    # a softmax model may still be helped: after switching, in a copy, and after unpatching
+    expected = generate(model, inputs, use_cache=False).sequences
+    model.set_attn_implementation("sdpa")
+    for one in (model, copy.deepcopy(model)):
+        assert generate(one, inputs, assistant_model=helper).sequences.shape == (1, 20 + NEW)
+    model.set_attn_implementation("hf_rfattn")
+    assert torch.equal(generate(model, inputs).sequences, expected)
+    with pytest.raises(ValueError, match="stateful"):
+        generate(model, inputs, assistant_model=helper)
     assert generate(unpatch_model(model), inputs, assistant_model=helper).sequences.shape == (1, 20 + NEW)
+
+
+def test_a_checkpoint_loaded_with_softmax_may_be_helped(tmp_path):
+    patch_model(tiny_gpt2(), "favor+").save_pretrained(tmp_path)
+    inputs, helper = prompt(batch=1), tiny_gpt2()
+    with pytest.warns(UserWarning, match="makes it softmax again"):
+        model = type(helper).from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert generate(model, inputs, assistant_model=helper).sequences.shape == (1, 20 + NEW)
+
+
+def test_models_that_are_stateful_anyway_stay_so():
+    model = patch_model(build("jamba"), "favor+")
+    assert type(model)._is_stateful
+    model.set_attn_implementation("sdpa")
+    assert model._is_stateful
 
 
 def test_continuous_batching_is_refused():

@@ -151,7 +151,8 @@ class RecurrentLayer(CacheLayerMixin):
             else:
                 self.state[name] = chosen
         self.batch_size = len(rows)
-        self.keys = self.values = self.keys.new_empty(self.batch_size, 0)
+        if self.keys is not None:
+            self.keys = self.values = self.keys.new_empty(self.batch_size, 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(beam_idx)
@@ -194,6 +195,18 @@ _ROLLBACK = (
     "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
     "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
 )
+
+
+class Stateful:
+    """True while patched attention modules are in use, not softmax: transformers then refuses, before the first token,
+    what would need to take tokens back.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        self.modules = modules
+
+    def __bool__(self) -> bool:
+        return any(m.config._attn_implementation == NAME for m in self.modules)  # type: ignore[union-attr]
 
 
 def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

@@ -12,7 +12,7 @@ from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_co
 from ..mechanisms.base import random_maps
 from ..mechanisms.config import did_you_mean
 from ..mechanisms.registry import mechanism_class
-from .cache import hand_on_cache
+from .cache import Stateful, hand_on_cache
 from .configs import own_configs
 from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC
@@ -100,8 +100,8 @@ def apply_mechanisms(
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
     for owner in _owners(model, patched):
         owner.register_forward_pre_hook(refuse_attention_outputs, with_kwargs=True)
-        if owner.can_generate():
-            owner._is_stateful = True  # transformers then refuses what would need to take tokens back
+        if owner.can_generate() and not owner._is_stateful:
+            owner._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
     for owner in {id(site.owner): site.owner for site in patched}.values():
         if any(m.redraw_interval is not None for m in random_maps(owner)):
             owner.register_forward_pre_hook(RedrawSchedule())
