@@ -9,7 +9,7 @@ from test_patching import mechanisms
 from tiny_models import build, make_inputs, outputs
 from transformers import AutoModel, BertConfig, BertForSequenceClassification
 
-from hf_rfattn import patch_model, unpatch_model
+from hf_rfattn import patch_model, redraw, unpatch_model
 
 every_model = pytest.mark.parametrize("family", MODELS)
 TINY = BertConfig(
@@ -93,3 +93,14 @@ def test_patching_a_part_is_known_to_the_whole(tmp_path):
     assert classifier.bert.config is classifier.config and classifier.config.rfattn
     unpatch_model(classifier.bert)
     assert classifier.bert.config is classifier.config and not hasattr(classifier.config, "rfattn")
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "bart", "whisper", "bert"])
+def test_draws_after_a_reload_are_those_of_the_original(name, tmp_path):
+    """Towers are restored one by one, and stacks that share a config together."""
+    model = patch_model(build(name), "favor+")
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    for number in range(3):
+        ours, theirs = (redraw(m).state_dict() if number else m.state_dict() for m in (model, again))
+        assert all(torch.equal(value, theirs[key]) for key, value in ours.items() if ".rf." in key)

@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import itertools
 import re
 import sys
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class AttentionSite:
     module: nn.Module
     owner: PreTrainedModel  # the innermost model it belongs to
     index: int  # number of its layer, counted within its stack
-    ordinal: int  # number among all attention modules of the model
+    ordinal: int  # number among the attention modules of all models with its owner's config
     cross: bool
     num_heads: int
     num_kv_heads: int
@@ -68,8 +69,10 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
         )
     reasons = _model_refusals(model, owners)
     sites = []
-    for ordinal, (name, module) in enumerate(found):
+    counts: dict[int, itertools.count] = {}  # of each config: a tower is restored alone, without those beside it
+    for name, module in found:
         owner = _owner(name, owners)
+        ordinal = next(counts.setdefault(id(owner.config), itertools.count()))
         sites.append(_site(name, module, owner, ordinal, reasons.get(id(owner.config))))
     return sites
 
