@@ -34,6 +34,8 @@ _MAKES_MASK = re.compile(
     r"\b(generate_block_attention_mask|_prepare_aspect_ratio_attention_mask|_make_causal_mask|attn_mask_probs)\b|"
     r"self\._prepare_4d_attention_mask"
 )
+# Models that let the tokens of an image, a prefix or all tokens see each other by an overlay of the causal mask.
+_OVERLAYS_MASK = re.compile(r"block_sequence_ids|or_mask_function")
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
         owner = _owner(name, owners)
         if module is owner and _MAKES_MASK.search(source):
             reasons[id(owner.config)] = f"its model makes an attention mask of pairs of its own ({cls.__name__})"
+        elif module is owner and _overlays_mask(owner.config.get_text_config(), source):
+            reasons[id(owner.config.get_text_config())] = (
+                f"its model lets some tokens see those after them, by a mask of pairs ({cls.__name__})"
+            )
         elif module is not owner and not uses_interface(cls) and _READS_MASK.search(source):
             reasons[id(owner.config)] = (
                 f"another module of its model reads the attention mask by itself ({cls.__name__})"
@@ -101,6 +107,17 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
         elif cls.__name__.endswith("RelativePositionBias"):  # beit, where a config asks for it
             reasons[id(owner.config)] = "it adds a relative position bias to its scores"
     return reasons
+
+
+def _overlays_mask(config: Any, source: str) -> bool:
+    """Whether a model with this source adds an overlay to causal masks, as far as its text config asks for it."""
+    found = _OVERLAYS_MASK.search(source)
+    if found is None:
+        return False
+    asked = getattr(config, "use_bidirectional_attention", None)
+    if 'use_bidirectional_attention == "vision"' in source:  # gemma4
+        return asked == "vision"
+    return found[0] == "block_sequence_ids" or bool(asked)
 
 
 def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, refusal: str | None) -> AttentionSite:
