@@ -293,9 +293,11 @@ def _build(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism
         layer_idx=site.ordinal,
         seed=seed,
     )
-    weight = next(p for p in site.module.parameters() if p.is_floating_point())
-    dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.get_default_dtype()  # not that of quantised weights
-    return mechanism.to(device=weight.device, dtype=dtype).train(site.module.training)
+    # Where weights are quantised, the rest of the model has the dtype to compute in, and modules may lack parameters.
+    near = [*site.module.parameters(), *site.owner.parameters()]
+    device = next((p.device for p in near), None)
+    dtype = next((p.dtype for p in near if p.is_floating_point() and p.dtype.itemsize > 1), torch.get_default_dtype())
+    return mechanism.to(device=device, dtype=dtype).train(site.module.training)
 
 
 def _configs(sites: Iterable[AttentionSite]) -> list[Any]:
