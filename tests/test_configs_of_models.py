@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from conftest import MODELS, hidden
+from conftest import MODELS, hidden, tiny_llama
 from test_patching import mechanisms
 from tiny_models import build, make_inputs, outputs
-from transformers import AutoModel, BertConfig, BertForSequenceClassification
+from transformers import AutoModel, BertConfig, BertForSequenceClassification, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 from hf_rfattn import patch_model, redraw, unpatch_model
 
@@ -104,3 +105,19 @@ def test_draws_after_a_reload_are_those_of_the_original(name, tmp_path):
     for number in range(3):
         ours, theirs = (redraw(m).state_dict() if number else m.state_dict() for m in (model, again))
         assert all(torch.equal(value, theirs[key]) for key, value in ours.items() if ".rf." in key)
+
+
+def test_tensor_parallelism_is_refused():
+    """Each process has some of the heads: q, k and v do not fit mechanisms, which have all of them."""
+    config = copy.deepcopy(tiny_llama().config)
+    config.distributed_config = DistributedConfig(tp_size=2)
+    model = LlamaForCausalLM(config)
+    with pytest.raises(NotImplementedError, match=r"tensor parallelism \(tp_size=2\)"):
+        patch_model(model, "favor+")
+    assert not any(hasattr(m, "rf") for m in model.modules())
+    patched = copy.deepcopy(patch_model(tiny_llama(), "favor+").config)
+    patched.distributed_config = config.distributed_config
+    with pytest.raises(NotImplementedError, match=r"tensor parallelism \(tp_size=2\)"):
+        LlamaForCausalLM(patched)
+    patched.distributed_config = DistributedConfig(fsdp_size=2)
+    assert len(mechanisms(LlamaForCausalLM(patched))) == 2

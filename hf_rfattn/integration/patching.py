@@ -84,6 +84,7 @@ def apply_mechanisms(
     Returns the sites that were patched. Configs are not changed.
     """
     plan = _plan(sites, by_layer, explicit, cross_attention)
+    _check_not_sharded(model)
     # Everything that can fail is behind us or in this line; the model is changed only below it.
     mechanisms = [_build(site, config, seed) for site, config in plan]
     patched = [site for site, _ in plan]
@@ -202,6 +203,19 @@ def _check_ready(sites: list[AttentionSite]) -> None:
         existing = getattr(site.module, "rf", None)
         if existing is not None and getattr(site.module.config, SPEC, None) is None:
             raise ValueError(f"{site.name} has an attribute 'rf' that hf_rfattn did not put there.")
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Ranks of tensor parallelism have some heads each, but mechanisms and their checkpoints have all of them."""
+    for owner in model.modules():
+        settings = getattr(owner.config, "distributed_config", None) if isinstance(owner, PreTrainedModel) else None
+        size, plan = getattr(settings, "tp_size", 1), getattr(settings, "tp_plan", None)
+        if size != 1 and plan != {}:
+            raise NotImplementedError(
+                f"{type(owner).__name__} is loaded with tensor parallelism (tp_size={size}), which divides the heads "
+                "of a layer between processes; patched layers need all of them. Use DistributedConfig(fsdp_size=...), "
+                "accelerate or torch's DistributedDataParallel."
+            )
 
 
 def parse_layers(key: Any) -> list[int]:
