@@ -113,13 +113,13 @@ def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None, layer: Recur
     """The padding of all tokens so far, in generation, as it came: only that of the new ones will be looked at."""
     if mask is None:
         return None
-    if not is_compact(mask) or mask.dtype != torch.uint8:
+    if not is_compact(mask) or mask.dtype != torch.int8:
         raise NotImplementedError(
             f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; "
             "a recurrent state needs a 2D attention_mask."
         )
     length = layer.seen + key.shape[2] if layer.static_length is None else layer.static_length
-    return None if hides_nothing(mask, length) else mask[:, 0, 0].expand(key.shape[0], -1)  # type: ignore[arg-type]
+    return None if hides_nothing(mask, length) else mask[:, 0, -1].expand(key.shape[0], -1)  # type: ignore[arg-type]
 
 
 def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:

@@ -6,7 +6,6 @@ threads and torch.compile see nothing but the cache itself.
 """
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -36,21 +35,39 @@ class RecurrentLayer(CacheLayerMixin):
         self.static_length = static_length
         self.is_compileable = static_length is not None
         with torch.inference_mode(False):
-            self.seen: int | Tensor = 0 if static_length is None else torch.tensor(0)
+            self.count = None if static_length is None else torch.tensor(0)
         self.state: dict[str, Tensor] = {}
-        self.mechanism: weakref.ref[nn.Module] | None = None  # that made the state
+        self.patch_number: int | None = None  # of the mechanism that made the state
         self.versions: list[int] | None = None  # of its random maps
         self.announced = False  # an update by the mechanism
         self.waiting = False  # for the attention function to take the keys of the last update
 
-    def announce(self, mechanism: nn.Module) -> None:
+    @property
+    def seen(self) -> int | Tensor:
+        """Tokens in the state: a tensor in place of a static layer, else a shape, as torch.export wants it."""
+        if self.count is not None:
+            return self.count
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @seen.setter
+    def seen(self, tokens: Any) -> None:
+        if self.count is not None:
+            self.count.fill_(tokens)
+        elif self.keys is not None:
+            self.keys = self.values = self.keys.new_empty(self.batch_size, 0, tokens, 0)
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    def announce(self, mechanism: Any) -> None:
         """Say which mechanism is about to update the layer: a state made by another one means nothing to it."""
         versions = [feature_map.version for feature_map in random_maps(mechanism)]
-        if not self.is_initialized or self.mechanism is None:
-            self.mechanism = weakref.ref(mechanism)
+        if not self.is_initialized or self.patch_number is None:
+            self.patch_number = mechanism.patch_number
         if self.versions is None:
             self.versions = versions
-        if self.mechanism() is not mechanism or self.versions != versions:
+        if self.patch_number != mechanism.patch_number or self.versions != versions:
             raise ValueError(
                 "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
                 "redrawn or calibrated after the cache was filled. Start again without past_key_values."
@@ -58,12 +75,12 @@ class RecurrentLayer(CacheLayerMixin):
         self.announced = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.batch_size = key_states.shape[0]
         self.device = key_states.device
-        self.keys = self.values = key_states.new_empty(self.batch_size, 0)  # none are kept, but some models ask
-        if isinstance(self.seen, Tensor):
+        # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
+        self.keys = self.values = key_states.new_empty(key_states.shape[0], 0, 0, 0)
+        if self.count is not None:
             with torch.inference_mode(False):
-                self.seen = self.seen.to(self.device)
+                self.count = self.count.to(self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
@@ -108,14 +125,11 @@ class RecurrentLayer(CacheLayerMixin):
                 self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
             self.is_initialized = True
             if self.is_compileable and not torch.compiler.is_compiling():
-                for tensor in (*self.state.values(), self.seen):
+                for tensor in (*self.state.values(), self.count):
                     torch._dynamo.mark_static_address(tensor)
         if key_mask is not None:
             key_mask = key_mask.index_select(1, self.seen + torch.arange(length, device=k.device))
-        if isinstance(self.seen, Tensor):
-            self.seen.add_(length)
-        else:
-            self.seen += length
+        self.seen = self.seen + length
         return mechanism.extend(q, k, v, self.state, key_mask=key_mask, scale=scale, fresh=fresh)
 
     def get_seq_length(self) -> int:
@@ -123,7 +137,8 @@ class RecurrentLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks cover the whole past, for the layers that stay softmax."""
-        return (int(self.seen) + query_length if self.static_length is None else self.static_length), 0
+        length = self.seen + query_length if self.static_length is None else self.static_length
+        return length, 0  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         return -1 if self.static_length is None else self.static_length
@@ -135,10 +150,7 @@ class RecurrentLayer(CacheLayerMixin):
     def reset(self) -> None:
         for name, tensor in self.state.items():
             tensor.fill_(-torch.inf) if name.endswith("log_scale") else tensor.zero_()
-        if isinstance(self.seen, Tensor):
-            self.seen.zero_()
-        else:
-            self.seen = 0
+        self.seen = 0
         self.versions = None
         self.announced = self.waiting = False
 
@@ -150,9 +162,8 @@ class RecurrentLayer(CacheLayerMixin):
                 tensor.copy_(chosen)
             else:
                 self.state[name] = chosen
-        self.batch_size = len(rows)
         if self.keys is not None:
-            self.keys = self.values = self.keys.new_empty(self.batch_size, 0)
+            self.keys = self.values = self.keys.index_select(0, rows.to(self.keys.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(beam_idx)
@@ -181,7 +192,7 @@ class RecurrentLayer(CacheLayerMixin):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "mechanism": None}  # where it is unpickled, another object stands for the mechanism
+        return {**vars(self), "patch_number": None}  # which another process counts differently
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
@@ -237,7 +248,7 @@ def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
             f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default "
             "cache (cache_implementation=None or 'static')."
         )
-    if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.keys.numel() == 0:
+    if isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel():
         raise ValueError(
             "This cache is a copy of the keys and values of another one, as Whisper's generate returns it, but a "
             "patched layer keeps no keys and values: what it had seen is lost. Start again without past_key_values."

@@ -1,5 +1,6 @@
 """`patch_model` and `unpatch_model`: put mechanisms beside a model's attention weights, and take them away again."""
 
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ FORMAT = 1
 MOST_LAYERS = 10_000
 SOFTMAX = "softmax"  # what layers have that are left as they are
 AUTO = "auto"
+_PATCHES = itertools.count()
 
 M = TypeVar("M", bound=nn.Module)
 Attention = str | MechanismConfig | Mapping[int | str | range, "str | MechanismConfig | Mapping[str, Any]"]
@@ -92,6 +94,7 @@ def apply_mechanisms(
 
     _remove_mechanisms(model)
     for site, mechanism in zip(patched, mechanisms, strict=True):
+        mechanism.patch_number = next(_PATCHES)  # type: ignore[assignment]  # by which caches know it
         site.module.rf = mechanism
     for site in sites:
         if any(site.module.config is config for config in configs):
