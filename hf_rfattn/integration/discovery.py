@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import itertools
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -59,9 +60,7 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
 
     Raises ValueError for a model that has none.
     """
-    owners = {name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    if not owners:
-        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    owners = transformers_models(model)
     found = [(n, m) for n, m in model.named_modules() if uses_interface(type(m)) and hasattr(m, "config")]
     if not found:
         name = type(next(iter(owners.values()))).__name__
@@ -77,6 +76,20 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
         ordinal = next(counts.setdefault(id(owner.config), itertools.count()))
         sites.append(_site(name, module, owner, ordinal, reasons.get(id(owner.config))))
     return sites
+
+
+def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """All transformers models in a model, by name, outer ones first; ValueError for what is none and holds none."""
+    if isinstance(model, str | os.PathLike):
+        raise ValueError(
+            f"{str(model)!r} is a name, not a model. Load it first, with the class of your task: model = "
+            f"AutoModel.from_pretrained({str(model)!r})."
+        )
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    owners = {name: m for name, m in modules if isinstance(m, PreTrainedModel)}
+    if not owners:
+        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    return owners
 
 
 def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:

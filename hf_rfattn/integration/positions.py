@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .discovery import transformers_models
+
 M = TypeVar("M", bound=nn.Module)
 Method = Literal["interpolate", "tile"]
 
@@ -101,11 +103,9 @@ class _Growth:
 def _find_growths(model: nn.Module) -> list[_Growth]:
     """One for each config of each outermost transformers model that limits some of its parameters."""
     roots: list[PreTrainedModel] = []
-    for module in model.modules():  # a model comes before those inside it
-        if isinstance(module, PreTrainedModel) and not any(module is part for r in roots for part in r.modules()):
-            roots.append(module)
-    if not roots:
-        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    for owner in transformers_models(model).values():  # a model comes before those inside it
+        if not any(owner is part for r in roots for part in r.modules()):
+            roots.append(owner)
     growths = []
     for root in roots:
         configs = list(_nested(root.config))
