@@ -17,6 +17,7 @@ from .cache import Stateful, hand_on_cache
 from .configs import own_configs
 from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC
+from .positions import PositionLimit
 from .redraw import RedrawSchedule
 
 FORMAT = 1
@@ -107,6 +108,7 @@ def apply_mechanisms(
         if owner.can_generate() and not owner._is_stateful:
             owner._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
     for owner in {id(site.owner): site.owner for site in patched}.values():
+        owner.register_forward_pre_hook(PositionLimit(), with_kwargs=True)
         if any(m.redraw_interval is not None for m in random_maps(owner)):
             owner.register_forward_pre_hook(RedrawSchedule())
     return patched
@@ -162,7 +164,7 @@ def _remove_mechanisms(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             vars(module).pop("_is_stateful", None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in (refuse_attention_outputs, hand_on_cache) or isinstance(hook, RedrawSchedule):
+            if hook in (refuse_attention_outputs, hand_on_cache) or isinstance(hook, RedrawSchedule | PositionLimit):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
