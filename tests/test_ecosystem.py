@@ -304,6 +304,26 @@ def test_attention_error_is_measured_against_softmax(family):
         attention_error(model, batch)
 
 
+def test_attention_error_of_texts_batches_and_one_batch():
+    model, tokenizer = patch_model(tiny_bert(), "average", layers=[1]), tiny_tokenizer()
+    texts = ["the good film", "bad", "the the the bad film film", "good bad good bad"]
+    pairs = [tokenizer(texts[i : i + 2], padding=True, return_tensors="pt") for i in (0, 2)]
+    expected = attention_error(model, pairs)
+    for same in (
+        attention_error(model, iter(pairs)),
+        attention_error(model, texts, tokenizer),
+        attention_error(model, tuple(texts), tokenizer, batch_size=2),
+        attention_error(model, tokenizer(texts, padding=True, return_tensors="pt")),
+    ):
+        assert same.overall == pytest.approx(expected.overall, rel=1e-4)
+    one = tokenizer(texts[2], return_tensors="pt")
+    assert attention_error(model, texts[2], tokenizer).overall == attention_error(model, one).overall
+    cut = tokenizer(texts[2], truncation=True, max_length=3, return_tensors="pt")
+    assert attention_error(model, texts[2], tokenizer, max_length=3).overall == attention_error(model, cut).overall
+    with pytest.raises(ValueError, match="give their tokenizer"):
+        attention_error(model, texts)
+
+
 def test_attention_error_by_hand():
     """One layer, one batch: the number is ‖ô - o‖ / ‖o‖ over valid positions of each head."""
     model = tiny_bert(num_hidden_layers=1)

@@ -7,7 +7,7 @@ buffers what they would hold had they been made longer, and anything else that h
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from .batches import Data, as_batches, texts_in
 from .discovery import transformers_models
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,9 +31,11 @@ _BUFFERS: dict[str, Callable[[torch.Size], Tensor]] = {
 }
 
 
-def extend_positions(model: M, max_length: int, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
+def extend_positions(model: M, max_length: int | Data, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
     """Let a model with learned absolute positions take inputs of `max_length` tokens, in place, and return it.
 
+    `max_length`: a number, or the inputs themselves, of which the longest counts: texts, one or several, with their
+    `tokenizer`, or what a tokenizer returned, once or several times. If they fit already, nothing changes.
     `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
     positions stay what they were; "tile" repeats it, so that inputs of the old length give what they gave. Train the
     model after either. `tokenizer`: its limit is set too.
@@ -48,8 +51,12 @@ def extend_positions(model: M, max_length: int, method: Method = "interpolate", 
     >>> extend_positions(model, 256, method="tile").config.n_positions
     256
     """
+    if isinstance(max_length, Iterable):
+        max_length = max(_longest(max_length, tokenizer), learned_positions(model) or 0)
     if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-        raise ValueError(f"max_length must be a positive whole number of tokens, not {max_length!r}.")
+        raise ValueError(
+            f"max_length must be a positive whole number of tokens, or the inputs that must fit, not {max_length!r}."
+        )
     if method not in get_args(Method):
         raise ValueError(f"Unknown method {method!r}; choose one of {', '.join(get_args(Method))}.")
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
@@ -65,6 +72,13 @@ def extend_positions(model: M, max_length: int, method: Method = "interpolate", 
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
     return model
+
+
+def _longest(data: Data, tokenizer: Any) -> int:
+    """Tokens of the longest input in texts or batches."""
+    if isinstance(data, str) or (isinstance(data, Sequence) and len(data) and isinstance(data[0], str)):
+        return max(len(ids) for ids in tokenizer(texts_in(data, tokenizer))["input_ids"])
+    return max((batch["input_ids"].shape[-1] for batch in as_batches(data)), default=0)
 
 
 def learned_positions(model: nn.Module) -> int | None:
