@@ -5,10 +5,12 @@
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
 # make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
 # make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
-# make readme   the parts of README.md and recipes/results/README.md that are made from result files
+# make readme   the parts of README.md, recipes/results/README.md and docs/reference/upstream.md that are made from result files
 # make docs     the guides and the API reference as a site, into site/index.html
 # make dist     sdist and wheel, checked, into dist/
 # make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
+# make upstream transformers' own tests of five models with every model patched, compared with a list of expected failures:
+#               TRANSFORMERS is a checkout of the installed release, by default a clone in upstream_out; some 40 minutes
 # make style    ruff and mypy, as CI runs them
 # make format   let ruff repair what it can
 # make clean    remove all environments, caches and build products
@@ -30,13 +32,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat demo compare bench peers bench-peers readme docs dist style format clean
+.PHONY: test compat upstream demo compare bench peers bench-peers readme docs dist style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 compat:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) .ci/compat $(ARGS)
+
+upstream: $(VENV)/.upstream
+	$(BIN)/python .ci/upstream/run.py $(TRANSFORMERS:%=--checkout %) $(ARGS)
 
 demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/python recipes/demo.py $(ARGS)
@@ -77,7 +82,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(DOCS) $(DIST) site build dist *.egg-info demo_out compare_out bench_out study_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(DOCS) $(DIST) site build dist *.egg-info demo_out compare_out bench_out study_out upstream_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
@@ -105,6 +110,10 @@ $(VENV)/.recipes: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.demo: requirements-demo.txt $(VENV)/.recipes
 	$(PIP) install --no-deps --require-hashes -r requirements-demo.txt
+	touch $@
+
+$(VENV)/.upstream: requirements-upstream.txt $(VENV)/.dev
+	$(PIP) install -c $(VENV)/constraints.txt -r requirements-upstream.txt
 	touch $@
 
 # The setup of fast-transformers needs torch at hand (so no isolation), and asks for CUDA sources as soon as an nvcc can

@@ -1,5 +1,5 @@
-"""The parts of README.md and recipes/results/README.md that hold numbers, made from the result files in recipes/results
-and from nothing else.
+"""The parts of README.md, recipes/results/README.md and docs/reference/upstream.md that hold numbers, made from the
+result files in recipes/results and from nothing else.
 
 A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
 documents (by file name) and a page to Markdown, add it to `PAGES`, and put its markers where it belongs. Plots that a
@@ -19,7 +19,7 @@ import PIL.Image
 import typer
 from comparison.blocks import Image
 from matplotlib.figure import Figure
-from readme import accuracy, speed, studies
+from readme import accuracy, speed, studies, upstream
 from readme.guide import guide
 from readme.markdown import Documents, Page
 
@@ -48,11 +48,12 @@ PAGES: dict[Path, tuple[Page, Parts]] = {
         },
     ),
     RESULTS / "README.md": (Page(""), {"accuracy": accuracy.whole, "speed": speed.whole, "studies": studies.whole}),
+    Path("docs/reference/upstream.md"): (Page(f"../../{RESULTS}/"), {"upstream": upstream.whole}),
 }
 
 
 def main(root: Annotated[Path, typer.Option(help="Of the repository whose pages are filled.")] = ROOT) -> None:
-    """Fill the marked parts of both pages from result files."""
+    """Fill the marked parts of all pages from result files."""
     documents = read_documents(root / RESULTS)
     draw_plots(documents, root / RESULTS)
     for name, (page, parts) in PAGES.items():

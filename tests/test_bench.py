@@ -219,14 +219,14 @@ def test_a_lengthened_cache_is_that_of_a_real_prompt(name):
     for mine, theirs in zip(decoder.cache.layers, real.layers, strict=True):
         assert type(mine) is type(theirs)
         if isinstance(mine, RecurrentLayer):
-            assert {n: x.shape for n, x in mine.state.items()} == {n: x.shape for n, x in theirs.state.items()}
+            assert [x.shape for x in mine.state.tensors()] == [x.shape for x in theirs.state.tensors()]
         else:
             assert mine.keys.shape == theirs.keys.shape and mine.values.is_contiguous()
     assert cache_bytes(decoder.cache) == cache_bytes(real) == predicted_cache_bytes(model, batch, context)
     if name != "softmax":
         cost = attention_cost(site.rf, context, causal=True)
         state = site.rf.new_state(batch, site.rf.head_dim, torch.float32, "meta")
-        assert cache_bytes(real) == 2 * batch * cost.memory == 2 * sum(x.nbytes for x in state.values())
+        assert cache_bytes(real) == 2 * batch * cost.memory == 2 * sum(x.nbytes for x in state.tensors())
         assert decode.softmax_bytes(model, batch, context) == 2 * batch * cost.softmax_memory
 
 

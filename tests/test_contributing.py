@@ -8,10 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import tiny_bert, tiny_gpt2
-
-from hf_rfattn import patch_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,49 +35,3 @@ def test_a_mechanism_in_one_new_file(tmp_path):
     files = [f"tests/test_{part}.py" for part in ("mechanisms", "checkpoint", "cost")]
     said = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"{name} and not slow", *files)
     assert int(re.findall(r"(\d+) passed", said)[0]) > 30
-
-
-@pytest.mark.parametrize(
-    ("make", "attention", "operator"),
-    [
-        (tiny_bert, "favor+", "attend_to_all"),
-        (tiny_gpt2, "favor+", "attend_to_past"),
-        (tiny_bert, "fmm", "attend_in_blocks"),
-    ],
-)
-def test_the_way_through_the_house(make, attention, operator):
-    """Each step of the table is taken, in its order; of the three operators, the one that is meant."""
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \d \| .*\|$", text, flags=re.MULTILINE)
-    steps = [re.findall(r"`(?:\w+\.)?(\w+)`, `([\w/]+\.py)`", row) for row in rows]
-    assert len(steps) == 6 and all(steps)
-    called = calls_of(patch_model(make(), attention), use_cache=False)
-    order = []
-    for step in steps:
-        taken = {name: called.get((name, str(ROOT / "hf_rfattn" / file))) for name, file in step}
-        order += [taken[operator]] if len(step) > 1 else taken.values()
-    assert None not in order and (order == sorted(order) or attention == "fmm")  # which has near and far fields
-
-
-def test_the_way_of_generation():
-    found = {name for name, _ in calls_of(patch_model(tiny_gpt2(), "favor+"), use_cache=True)}
-    assert {"hand_on_cache", "extend", "attend_after"} <= found
-
-
-def calls_of(model, **options):
-    """Functions (name, file) in the order of their first call in a forward pass."""
-    called = {}
-
-    def note(frame, event, argument):
-        if event == "call":
-            called.setdefault((frame.f_code.co_name, frame.f_code.co_filename), len(called))
-
-    if not model.can_generate():
-        options = {}
-    sys.setprofile(note)
-    try:
-        with torch.no_grad():
-            model(torch.arange(1, 21)[None], attention_mask=torch.ones(1, 20, dtype=torch.long), **options)
-    finally:
-        sys.setprofile(None)
-    return called

@@ -3,7 +3,6 @@ accelerate.
 """
 
 import copy
-import itertools
 import pickle
 import threading
 
@@ -23,7 +22,7 @@ from transformers import (
 )
 from variants import every_mechanism
 
-from hf_rfattn import FavorConfig, attention_error, calibrate, patch_model, redraw, unpatch_model
+from hf_rfattn import attention_error, calibrate, patch_model, unpatch_model
 from hf_rfattn.features.maps import RandomFeatures
 
 every_model = pytest.mark.parametrize("family", MODELS)
@@ -276,52 +275,7 @@ def test_an_unpatched_model_with_our_name_is_told_so(family):
         model(input_ids=ids())
 
 
-# --- redraws, errors, calibration ------------------------------------------------------------------------------------
-
-
-def projections(model):
-    return [m.projection.clone() for m in model.modules() if isinstance(m, RandomFeatures)]
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@every_model
-@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
-def test_redraw_schedule(family, checkpointing):
-    """Three training steps a draw, however often checkpointing runs a layer; eval never redraws."""
-    model = patch_model(MODELS[family](), "favor+", redraw_interval=3).train()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
-    seen = []
-    for _ in range(8):
-        hidden(model, input_ids=ids(), use_cache=False).square().mean().backward()
-        seen.append(projections(model))
-    assert [same(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False, True, True, False, True]
-    assert all(int(m.draws) == 2 and int(m.steps) == 2 for m in model.modules() if isinstance(m, RandomFeatures))
-    twin = patch_model(MODELS[family](), "favor+", redraw_interval=3)
-    assert same(projections(redraw(redraw(twin))), seen[-1]), "the draw depends on seed, layer and number alone"
-    model.eval()
-    for _ in range(5):
-        hidden(model, input_ids=ids())
-    assert same(projections(model), seen[-1])
-
-
-def test_redraw_schedule_of_a_far_field():
-
-    model = patch_model(tiny_bert(), "fmm", far=(FavorConfig(redraw_interval=1),)).train()
-    before = projections(model)
-    hidden(model, input_ids=ids())
-    hidden(model, input_ids=ids())
-    assert not same(before, projections(model))
-
-
-def test_redraw_schedule_and_compile_do_not_mix_silently():
-    model = patch_model(tiny_bert(num_hidden_layers=1), "favor+", redraw_interval=3).train()
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="redraw schedule cannot run inside"):
-        torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids())
+# --- errors, calibration ---------------------------------------------------------------------------------------------
 
 
 @every_model
@@ -348,6 +302,26 @@ def test_attention_error_is_measured_against_softmax(family):
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="no patched layer"):
         attention_error(model, batch)
+
+
+def test_attention_error_of_texts_batches_and_one_batch():
+    model, tokenizer = patch_model(tiny_bert(), "average", layers=[1]), tiny_tokenizer()
+    texts = ["the good film", "bad", "the the the bad film film", "good bad good bad"]
+    pairs = [tokenizer(texts[i : i + 2], padding=True, return_tensors="pt") for i in (0, 2)]
+    expected = attention_error(model, pairs)
+    for same in (
+        attention_error(model, iter(pairs)),
+        attention_error(model, texts, tokenizer),
+        attention_error(model, tuple(texts), tokenizer, batch_size=2),
+        attention_error(model, tokenizer(texts, padding=True, return_tensors="pt")),
+    ):
+        assert same.overall == pytest.approx(expected.overall, rel=1e-4)
+    one = tokenizer(texts[2], return_tensors="pt")
+    assert attention_error(model, texts[2], tokenizer).overall == attention_error(model, one).overall
+    cut = tokenizer(texts[2], truncation=True, max_length=3, return_tensors="pt")
+    assert attention_error(model, texts[2], tokenizer, max_length=3).overall == attention_error(model, cut).overall
+    with pytest.raises(ValueError, match="give their tokenizer"):
+        attention_error(model, texts)
 
 
 def test_attention_error_by_hand():

@@ -1,5 +1,6 @@
 """generate() of patched decoders: token for token what use_cache=False gives, from a state of constant size."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conftest import MODELS, tiny_bert, tiny_gpt2, tiny_llama
+from tiny_models import build
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -207,7 +209,7 @@ def test_no_tensor_of_the_prompt_stays_alive(variant):
     assert len(alive) == 4 and all(ref() is None for ref in alive)
     # the state owns its memory: nothing in it is a view of something larger
     for layer in cache.layers:
-        for tensor in layer.state.values():
+        for tensor in layer.state.tensors():
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -241,14 +243,14 @@ def test_cache_operations(variant):
     close(after([0, 1, 2], there_and_back), expected)
 
     def reset_and_refill(cache):
-        addresses = [t.data_ptr() for layer in cache.layers for t in layer.state.values()]
+        addresses = [t.data_ptr() for layer in cache.layers for t in layer.state.tensors()]
         cache.reset()
         assert cache.get_seq_length() == 0
         for layer, site in zip(cache.layers, find_attention(model), strict=True):
             empty = site.module.rf.new_state(len(tokens), site.head_dim, torch.float32, "cpu")
-            assert all(torch.equal(layer.state[name], value) for name, value in empty.items())
+            assert all(torch.equal(a, b) for a, b in zip(layer.state.tensors(), empty.tensors(), strict=True))
         model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        assert addresses == [t.data_ptr() for layer in cache.layers for t in layer.state.values()]
+        assert addresses == [t.data_ptr() for layer in cache.layers for t in layer.state.tensors()]
 
     close(after([0, 1, 2], reset_and_refill), expected)
 
@@ -268,8 +270,31 @@ def test_what_needs_rollback_is_refused_before_the_first_token():
     with pytest.raises(NotImplementedError, match="cannot forget"):
         cache.activate_past_recording()
     assert not cache.is_croppable
-    # a softmax model may still be helped, after unpatching
+    # a softmax model may still be helped: after switching, in a copy, and after unpatching
+    expected = generate(model, inputs, use_cache=False).sequences
+    model.set_attn_implementation("sdpa")
+    for one in (model, copy.deepcopy(model)):
+        assert generate(one, inputs, assistant_model=helper).sequences.shape == (1, 20 + NEW)
+    model.set_attn_implementation("hf_rfattn")
+    assert torch.equal(generate(model, inputs).sequences, expected)
+    with pytest.raises(ValueError, match="stateful"):
+        generate(model, inputs, assistant_model=helper)
     assert generate(unpatch_model(model), inputs, assistant_model=helper).sequences.shape == (1, 20 + NEW)
+
+
+def test_a_checkpoint_loaded_with_softmax_may_be_helped(tmp_path):
+    patch_model(tiny_gpt2(), "favor+").save_pretrained(tmp_path)
+    inputs, helper = prompt(batch=1), tiny_gpt2()
+    with pytest.warns(UserWarning, match="makes it softmax again"):
+        model = type(helper).from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert generate(model, inputs, assistant_model=helper).sequences.shape == (1, 20 + NEW)
+
+
+def test_models_that_are_stateful_anyway_stay_so():
+    model = patch_model(build("jamba"), "favor+")
+    assert type(model)._is_stateful
+    model.set_attn_implementation("sdpa")
+    assert model._is_stateful
 
 
 def test_continuous_batching_is_refused():
@@ -333,12 +358,12 @@ def test_compiled_decoding_step(name):
     step = torch.compile(model, fullgraph=True, backend=counter)
     with torch.no_grad():
         model(input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
-        addresses = [t.data_ptr() for t in cache.layers[0].state.values()]
+        addresses = [t.data_ptr() for t in cache.layers[0].state.tensors()]
         for t in range(20, 30):
             positions = torch.full((2, 1), t)
             out = step(input_ids=tokens[:, t : t + 1], position_ids=positions, past_key_values=cache, use_cache=True)
             torch.testing.assert_close(out.logits[:, 0], expected[:, t])
-    assert addresses == [t.data_ptr() for t in cache.layers[0].state.values()]
+    assert addresses == [t.data_ptr() for t in cache.layers[0].state.tensors()]
     assert counter.frame_count == 1, "the step was compiled again"
 
 

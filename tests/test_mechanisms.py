@@ -275,20 +275,18 @@ def test_extending_a_state_equals_one_call(variant, cuts, masked):
     key_mask = torch.rand(2, 90) > 0.3 if masked else None
     whole = mechanism(q, k, v, key_mask=key_mask, causal=True)
     state = mechanism.new_state(2, D, q.dtype, q.device)
-    addresses = {name: x.data_ptr() for name, x in state.items()}
-    size = sum(x.untyped_storage().nbytes() for x in state.values())
+    addresses = [x.data_ptr() for x in state.tensors()]
+    size = sum(x.untyped_storage().nbytes() for x in state.tensors())
     start, outs = 0, []
     for length in cuts:
         part = slice(start, start + length)
         mask = None if key_mask is None else key_mask[:, part]
-        outs.append(
-            mechanism.extend(*(x[:, :, part] for x in (q, k, v)), state, key_mask=mask, fresh=start == 0).detach()
-        )
+        outs.append(mechanism(*(x[:, :, part] for x in (q, k, v)), state=state, key_mask=mask).detach())
         start += length
     torch.testing.assert_close(torch.cat(outs, dim=2), whole)
-    assert addresses == {name: x.data_ptr() for name, x in state.items()}
-    assert size == sum(x.untyped_storage().nbytes() for x in state.values())
-    assert not any(x.requires_grad for x in state.values())
+    assert addresses == [x.data_ptr() for x in state.tensors()]
+    assert size == sum(x.untyped_storage().nbytes() for x in state.tensors())
+    assert not any(x.requires_grad for x in state.tensors())
 
 
 @every_variant
@@ -298,13 +296,11 @@ def test_extending_gives_gradients_to_the_new_tokens(variant):
     """
     mechanism = build(variant)
     leaves = [x.requires_grad_() for x in draw_qkv(70)] + list(mechanism.parameters())
-    state = mechanism.new_state(2, D, torch.float64, "cpu")
     cotangent = torch.randn(2, 4, 70, D, dtype=torch.float64)
-    for length, fresh in ((70, True), (1, False)):
+    for length in (70, 1):
         new = [x[:, :, :length] for x in leaves[:3]]
-        if not fresh:
-            state = mechanism.new_state(2, D, torch.float64, "cpu")
-        outs = mechanism.extend(*new, state, fresh=fresh), mechanism(*new, causal=True)
+        state = mechanism.new_state(2, D, torch.float64, "cpu")
+        outs = mechanism(*new, state=state), mechanism(*new, causal=True)
         torch.testing.assert_close(*outs)
         for a, b in zip(
             *(torch.autograd.grad(o, leaves, cotangent[:, :, :length], materialize_grads=True) for o in outs),

@@ -84,7 +84,7 @@ def test_features_against_enumeration(name, method):
     for T, per_node in ((2, False), (4, True), (5, False)):
         chain, features = make_chain(T, per_node), FEATURES[name](T)
         e = chain.embeddings.expand(T, -1, -1)
-        kernel = features(e[None, :-1], "query").dense()[0] @ features(e[None, 1:], "key").dense()[0].mT
+        kernel = features("query").exactly(e[None, :-1]).dense()[0] @ features("key").exactly(e[None, 1:]).dense()[0].mT
         table = weights(chain, T, kernel.detach())
         sign, log = chain.log_partition(features, method=method, return_sign=True)
         assert float(sign) == float(table.sum().sign())

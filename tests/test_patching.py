@@ -1,6 +1,7 @@
 """patch_model on models: every mechanism × bert-like, gpt2-like, llama-like (grouped queries)."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from conftest import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
 from transformers import BartConfig, BartModel
 from variants import every_mechanism
 
-from hf_rfattn import BandConfig, FavorConfig, FmmConfig, patch_model, unpatch_model
+from hf_rfattn import BandConfig, FavorConfig, FmmConfig, attention_error, extend_positions, patch_model, unpatch_model
 from hf_rfattn.mechanisms import Mechanism
 
 every_model = pytest.mark.parametrize("family", MODELS)
@@ -262,3 +263,12 @@ def test_dtype_and_mode_follow_the_model():
 def test_models_without_patchable_attention_are_refused():
     with pytest.raises(ValueError, match="holds no transformers model"):
         patch_model(torch.nn.Linear(2, 2), "favor+")
+
+
+@pytest.mark.parametrize("call", [patch_model, attention_error, extend_positions])
+@pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", Path("models") / "bert"], ids=["name", "path"])
+def test_names_of_models_are_not_models(call, name):
+    with pytest.raises(ValueError, match=rf"'{name}' is a name, not a model.*AutoModel\.from_pretrained\('{name}'\)"):
+        call(name, 512 if call is extend_positions else "favor+")
+    with pytest.raises(ValueError, match="NoneType holds no transformers model"):
+        call(None, 512 if call is extend_positions else "favor+")

@@ -101,6 +101,31 @@ def test_rows_forward_and_checkpoint(name, method, tmp_path):
         assert torch.equal(value, other), key
 
 
+@pytest.mark.parametrize("name", [*LEARNED, "pegasus", "marian"])
+@torch.no_grad()
+def test_inputs_longer_than_the_table_are_told_what_to_do(name):
+    model = patch_model(build(name), "average")
+    usable = learned_positions(model) or LIMIT
+    model(**one_row(name, usable))
+    with pytest.raises(ValueError, match=rf"input has {usable + 1} tokens.*positions for {usable}\..*extend_positions"):
+        model(**one_row(name, usable + 1))
+    if name in LEARNED:
+        extend_positions(model, LONG)
+        model(**one_row(name, LONG))
+
+
+@torch.no_grad()
+def test_long_inputs_whose_positions_fit_are_not_refused():
+    packed = torch.arange(12).repeat(3)[None]
+    patch_model(tiny_gpt2(n_positions=16), "average")(
+        torch.randint(1, 50, (1, 36)), position_ids=packed, use_cache=False
+    )
+    padded = torch.ones(1, LONG, dtype=torch.long)
+    padded[:, : LONG - 40] = 0
+    patch_model(build("opt"), "average")(input_ids=torch.randint(5, 50, (1, LONG)), attention_mask=padded)
+    patch_model(build("llama"), "average")(input_ids=torch.randint(5, 50, (1, LONG)))
+
+
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in LEARNED])
 def test_positions_that_are_not_learned(name):
     model = build(name)
@@ -283,8 +308,9 @@ def test_generation_beyond_the_old_limit(name, attention):
         patch_model(model, attention)
     prompt = torch.randint(3, 50, (1, 60))
     how = dict(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError if attention is None else ValueError, match=r"out of range|has positions for 64"):
         model.generate(prompt, **how)
+    assert model.generate(prompt, **{**how, "max_new_tokens": 5}).shape == (1, 65)  # the last token is not an input
     extend_positions(model, 128)
     cached = model.generate(prompt, **how)
     assert cached.shape == (1, 80)
@@ -326,3 +352,27 @@ def test_a_real_model(tmp_path):
                       return_tensors="pt")  # fmt: skip
     assert batch["input_ids"].shape == (1, 1024)
     assert torch.isfinite(hidden(model, **batch)).all()
+
+
+def test_the_longest_input_may_stand_for_its_length():
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 160
+    texts = ["good film " * 100, "bad"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    for data, options in (
+        (texts, {"tokenizer": tokenizer}),
+        (texts[0], {"tokenizer": tokenizer}),
+        (batch, {}),
+        ([batch], {}),
+        (batch, {"tokenizer": tokenizer}),
+        (iter([batch]), {}),
+    ):
+        tokenizer.model_max_length = 160
+        model = extend_positions(tiny_bert(), data, **options)
+        assert learned_positions(model) == 200
+        assert tokenizer.model_max_length == (200 if options else 160)
+    assert learned_positions(extend_positions(tiny_bert(), "bad", tokenizer=tokenizer)) == 160
+    with pytest.raises(ValueError, match="give their tokenizer"):
+        extend_positions(tiny_bert(), texts)
+    with pytest.raises(ValueError, match="rotary"):
+        extend_positions(tiny_llama(), batch)

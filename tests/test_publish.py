@@ -27,7 +27,7 @@ NAME = "me/tiny"
 SENT = {
     "README.md", "config.json", "model.safetensors", "results.png", "results/favor.json", "results/softmax.json",
     "results/band.json", "results/average.json", "results/hedgehog.json", "results/speed.json", "tokenizer.json",
-    "tokenizer_config.json", "vocab.txt",
+    "tokenizer_config.json", "vocab.txt", "modeling_hf_rfattn.py",
 }  # fmt: skip
 
 

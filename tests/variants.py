@@ -20,6 +20,7 @@ OPTIONS = [
     ("hedgehog", {"num_features": 40}),
     ("rff", {"form": "cos", "projection": "hadamard"}),
     ("rff", {"kernel": "laplace"}),
+    ("rff", {"normalize_qk": False}),
     ("rff", {"kernel": "cauchy", "num_features": 32}),
     ("linear", {"feature_map": "elu-"}),
     ("linear", {"feature_map": "tanh"}),

@@ -146,7 +146,7 @@ def _check_positions(model: PreTrainedModel, length: int) -> None:
     patched = share_weights(model, {BASELINE: resolve_config(BASELINE)}, 0)[BASELINE]
     try:
         Decoder(patched, batch=1, context=length - 1, tokens=1, seed=0).prepare()
-    except IndexError as error:
+    except (IndexError, ValueError) as error:
         raise ValueError(
             f"This {model.config.model_type} has {longest_input(model)} positions, fewer than the {length} that the "
             "longest context and the tokens after it need; give shorter --contexts."
@@ -297,8 +297,10 @@ def cache_bytes(cache: Any) -> int:
     """Bytes that the tensors of a cache hold."""
     total = 0
     for layer in cache.layers:
-        tensors = layer.state.values() if isinstance(layer, RecurrentLayer) else (layer.keys, layer.values)
-        total += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        if isinstance(layer, RecurrentLayer):
+            total += layer.nbytes()
+        else:
+            total += sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
     return total
 
 

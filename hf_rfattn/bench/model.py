@@ -178,7 +178,7 @@ def _check_length(model: PreTrainedModel, settings: Settings) -> None:
     length = max(settings.lengths)
     try:
         _infer(cheap, _inputs(model, 1, length, settings.seed))
-    except IndexError as error:
+    except (IndexError, ValueError) as error:
         raise ValueError(
             f"This {model.config.model_type} has {longest_input(model)} positions, too few for {length:,} tokens; give "
             "shorter --lengths."

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import Features
-from .maps import FeatureMap, Role, log_features, per_head_product
+from .maps import FeatureMap, LogLinearFeatures, Role, per_head_product, per_query_head
 from .projections import Projection, draw_projection, seeded_generator
 
 
@@ -32,8 +32,10 @@ class HedgehogFeatures(FeatureMap):
         self.key_bias = nn.Parameter(torch.empty(num_kv_heads, rows))
         self.reset_parameters()
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        weight, bias = (self.query_weight, self.query_bias) if role == "query" else (self.key_weight, self.key_bias)
+    def tensors(self, role: Role) -> tuple[Tensor, Tensor]:
+        return (self.query_weight, self.query_bias) if role == "query" else (self.key_weight, self.key_bias)
+
+    def features(self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor) -> Features:
         x = per_head_product(x, weight, scale) + bias.to(x.dtype)[:, None]
         return Features(torch.cat([F.log_softmax(x, dim=-1), F.log_softmax(-x, dim=-1)], dim=-1))
 
@@ -59,7 +61,7 @@ class HedgehogFeatures(FeatureMap):
 START_TEMPERATURE = 0.25  # taught from there, features of real heads come closer to softmax than from 1
 
 
-class LearnedPositiveFeatures(FeatureMap):
+class LearnedPositiveFeatures(LogLinearFeatures):
     """φ(x)_r = M^(-1/2) exp(τ^(1/2) ω_rᵀx - τ|x|²/2): FAVOR+ of a kernel exp(τ xᵀy), with ω and τ learned.
 
     ω, one a head and role, starts at the random draw of FAVOR+; τ is one a key head, and at 1 gives FAVOR+ exactly.
@@ -89,22 +91,12 @@ class LearnedPositiveFeatures(FeatureMap):
         self.log_temperature = nn.Parameter(torch.empty(num_kv_heads))
         self.reset_parameters()
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        x = self._scaled(x, scale)
-        return self._features(x, role, -0.5, -math.log(self.num_features) / 2)
-
-    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
-        return self._features(self._scaled(x, scale), "query", 0.0, 0.0)
-
-    def _scaled(self, x: Tensor, scale: float) -> Tensor:
-        """τ^(1/2) · scale · x"""
-        groups = x.shape[1] // len(self.log_temperature)
-        root = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
-        return x * (scale * root[:, None, None])
-
-    def _features(self, x: Tensor, role: Role, norms: float, constant: float) -> Features:
-        weight = self.query_projection if role == "query" else self.key_projection
-        return Features(log_features(x, weight, 1.0, norms, constant, self.antithetic))
+    def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
+        weight: Tensor = self.query_projection if role == "query" else self.key_projection
+        log = self.log_temperature.to(torch.promote_types(self.log_temperature.dtype, torch.float32))
+        temperature = per_query_head(log, len(weight)).exp()[:, None, None]
+        weight = weight * temperature.sqrt()
+        return torch.cat([weight, -weight], dim=1) if self.antithetic else weight, None, temperature
 
     def multiply_adds(self) -> int:
         return self.key_projection.shape[1] * self.key_projection.shape[2]

@@ -1,7 +1,8 @@
 """Feature maps φ with φ(x)ᵀφ(y) standing for the attention kernel, computed in log space (`ops.Features`).
 
-A map is given queries or keys and what to multiply them by, the square root of the scale of the scores. Random
-projections are one a key head, so that grouped query heads share the projection of the keys they meet.
+A map is called with a role and the number that tokens are multiplied by (the square root of the scale of the scores),
+and gives φ as a function of tokens. Random projections are one a key head, so that grouped query heads share the
+projection of the keys they meet.
 """
 
 import math
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import Features, product
+from ..ops import FeatureFunction, Features
+from ..ops.linear import group
 from .kernels import KERNELS
 from .projections import Projection, draw_projection, seeded_generator
 
@@ -21,85 +23,60 @@ TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys star
 SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordable number of signed features
 
 
-def per_head_product(
-    x: Tensor, weight: Tensor, scale: float = 1.0, norms: float = 0.0, constant: float = 0.0
-) -> Tensor:
-    """scale · Wx, and norms · |x|² + constant unless norms = 0: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`, new.
-
-    Query heads that share a key head share its weight.
-    """
-    weight = weight.to(x.dtype)
-    if not torch.compiler.is_compiling():
-        return _PerHeadProduct.apply(x, weight, scale, norms, constant)
-    found = (_by_weights(x, weight) @ (scale * weight).transpose(-1, -2)).reshape(*x.shape[:3], weight.shape[1])
-    return found + (norms * squared_norm(x) + constant) if norms else found
-
-
-def log_features(x: Tensor, weight: Tensor, scale: float, norms: float, constant: float, antithetic: bool) -> Tensor:
-    """As `per_head_product`; `antithetic` ones have every row of the weight with both signs."""
-    if not antithetic:
-        return per_head_product(x, weight, scale, norms, constant)
-    log = per_head_product(x, weight, scale)
-    shift = norms * squared_norm(x) + constant if norms else 0.0
-    return torch.cat([shift + log, shift - log], dim=-1)
+def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """scale · Wx: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`; query heads may share the weight of a key head."""
+    weight = scale * weight.to(x.dtype).mT
+    return (group(x, len(weight)) @ weight).reshape(*x.shape[:3], weight.shape[-1])
 
 
 def squared_norm(x: Tensor) -> Tensor:
     """|x|², `[B, H, L, 1]`."""
-    return x.square().sum(-1, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
 
 
-def _by_weights(x: Tensor, weight: Tensor) -> Tensor:
-    """`[B, H, L, …]` as `[B, heads, (H / heads) · L, …]`."""
-    B, H, L, D = x.shape
-    return x.reshape(B, len(weight), H // len(weight) * L, D)
-
-
-class _PerHeadProduct(torch.autograd.Function):
-    """Each way one product and, for norms, one more pass; by itself autograd would take several."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float, norms: float, constant: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.scale, ctx.norms = scale, norms
-        factor = (scale * weight).transpose(-1, -2).expand(x.shape[0], -1, -1, -1)
-        found = product(_by_weights(x, weight), factor).view(*x.shape[:3], weight.shape[1])
-        if norms:
-            found.add_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(norms).add_(constant))
-        return found.data  # not a view to autograd: a block's memory is written over, and backward does not need it
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        g = _by_weights(gradient, weight)
-        dx = d_weight = None
-        if ctx.needs_input_grad[0]:
-            dx = (g @ (ctx.scale * weight)).view_as(x)
-            if ctx.norms:
-                dx.addcmul_(gradient.sum(-1, keepdim=True), x, value=2 * ctx.norms)
-        if ctx.needs_input_grad[1]:
-            d_weight = (ctx.scale * (g.transpose(-1, -2) @ _by_weights(x, weight))).sum(0)
-        return dx, d_weight, None, None, None
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """What each key head has, for the query heads that share it: `[Hkv, …]` → `[H, …]`."""
+    return x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
 
 
 class FeatureMap(nn.Module):
-    """Base of all maps: `forward(x, role, scale)` → Features of scale · x.
+    """Base of all maps. Subclasses define `features` and, if they hold tensors, `tensors`.
 
-    Each token is mapped by itself. `Features.log` is a new tensor: the operators write over it.
+    >>> phi = EluFeatures(head_dim=8)("query")
+    >>> phi(torch.zeros(1, 2, 5, 8)).dense().shape
+    torch.Size([1, 2, 5, 8])
     """
 
     num_features: int
     positive: bool = True
-    scale_per_feature: bool = True  # whether Features.log has a column for each feature, or one for all
+    log_features: bool = True  # whether `features` gives a logarithm for each feature, or one a token and a factor
 
-    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
-        """φ of queries up to a positive factor of each token, which a quotient of sums over keys does not see."""
-        return self(x, "query", scale)
+    def forward(self, role: Role, scale: float = 1.0) -> FeatureFunction:
+        """φ of scale · x, for operators."""
+        tensors = self.tensors(role)
+        if self._parameters and not tensors:
+            raise NotImplementedError(
+                f"{type(self).__name__} has parameters, but its `tensors(role)` returns none. `features` must get "
+                "them as arguments; read from the module, they would not be trained."
+            )
+        return FeatureFunction(self, role, scale, tensors, self.floor())
 
-    def floor(self) -> Tensor | float | None:
-        """For signed maps, the least magnitude of the denominator a visible key (one, or `[Hkv]`); None for positive
-        maps.
+    def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
+        """All parameters and buffers that φ reads, or what is made of them."""
+        return ()
+
+    def features(self, x: Tensor, role: str, scale: float, *tensors: Any) -> Features:
+        """φ of tokens `[B, H, L, D]` times a number, each token by itself: a pure function, which reads `tensors` and
+        not the map's own. Queries may lack a positive factor of each token, if `query_offset` gives its logarithm.
         """
+        raise NotImplementedError
+
+    def query_offset(self, x: Tensor, scale: float, *tensors: Any) -> Tensor | float:
+        """The logarithm of what `features` leaves out of queries, `[B, H, L, 1]`."""
+        return 0.0
+
+    def floor(self) -> Tensor | None:
+        """For signed maps, the least magnitude of the denominator a visible key of weight one, `[Hkv or 1, 1, 1]`."""
         return None
 
     def multiply_adds(self) -> int:
@@ -112,7 +89,7 @@ class ConstantFeatures(FeatureMap):
 
     num_features = 1
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+    def features(self, x: Tensor, role: str, scale: float) -> Features:
         return Features(torch.zeros_like(x[..., :1]))
 
 
@@ -124,7 +101,7 @@ class EluFeatures(FeatureMap):
         self.num_features = head_dim
         self.sign = sign
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+    def features(self, x: Tensor, role: str, scale: float) -> Features:
         x = (self.sign * scale) * x
         return Features(torch.where(x > 0, torch.log1p(x.clamp(min=0)), x))
 
@@ -133,17 +110,40 @@ class TanhFeatures(FeatureMap):
     """φ(x) = tanh(x): signed."""
 
     positive = False
-    scale_per_feature = False
+    log_features = False
 
     def __init__(self, head_dim: int):
         super().__init__()
         self.num_features = head_dim
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
+    def features(self, x: Tensor, role: str, scale: float) -> Features:
         return Features(torch.zeros_like(x[..., :1]), torch.tanh(scale * x))
 
-    def floor(self) -> float:
-        return SIGNED_FLOOR
+    def floor(self) -> Tensor:
+        return torch.full((1, 1, 1), SIGNED_FLOOR, device="cpu")
+
+
+class LogLinearFeatures(FeatureMap):
+    """φ(x)_r = M^(-1/2) exp(ω_rᵀx + b_r - τ|x|²/2), from ω `[heads, M, D]`, b `[heads, 1, M]` and τ `[heads, 1, 1]`,
+    the last two None for 0 and 1.
+    """
+
+    def features(
+        self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
+    ) -> Features:
+        log = per_head_product(x, weight, scale)
+        if bias is not None:
+            log.add_(per_query_head(bias.to(x.dtype), x.shape[1]))
+        return Features(log if role == "query" else log.add_(self.query_offset(x, scale, weight, bias, temperature)))
+
+    def query_offset(
+        self, x: Tensor, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
+    ) -> Tensor:
+        """-τ|x|²/2 - log M / 2; keys have it too."""
+        norms = squared_norm(x) * (-(scale**2) / 2)
+        if temperature is not None:
+            norms = norms * per_query_head(temperature.to(x.dtype), x.shape[1])
+        return norms - math.log(weight.shape[1]) / 2
 
 
 class RandomFeatures(FeatureMap):
@@ -166,6 +166,7 @@ class RandomFeatures(FeatureMap):
         redraw_interval: int | None,
     ):
         super().__init__()
+        self.version = 0  # changes with the map: a state of generation holds sums of the features of one version
         self.seed = seed
         self.redraw_interval = redraw_interval
         self.kind: Projection = kind
@@ -190,6 +191,7 @@ class RandomFeatures(FeatureMap):
 
     def redraw(self) -> None:
         """Go on to the next draw."""
+        self.version += 1
         self.draws += 1
         self.steps.zero_()
         self.draw()
@@ -210,7 +212,7 @@ class RandomFeatures(FeatureMap):
         self.draw()
 
 
-class PositiveFeatures(RandomFeatures):
+class PositiveFeatures(RandomFeatures, LogLinearFeatures):
     """FAVOR+: φ(x)_r = M^(-1/2) exp(ω_rᵀx - |x|²/2), E φ(x)ᵀφ(y) = exp(xᵀy).
 
     With `optimal` the map is that of FAVOR++, f = (1-4A)^(d/4) exp(A|ω|² + sqrt(1-4A) ωᵀx - |x|²/2), where A comes from
@@ -241,24 +243,17 @@ class PositiveFeatures(RandomFeatures):
             self.register_buffer("rho", torch.empty(num_kv_heads))
         self.reset_parameters()
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        return self._features(x, scale, -(scale**2) / 2, -math.log(self.num_features) / 2)
-
-    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
-        return self._features(x, scale, 0.0, 0.0)
-
-    def _features(self, x: Tensor, scale: float, norms: float, constant: float) -> Features:
-        """With logarithms scale · ω_rᵀx + norms · |x|² + constant."""
-        if not self.optimal:
-            return Features(log_features(x, self.projection, scale, norms, constant, self.antithetic))
-        log = per_head_product(x, self.projection, scale)
-        rho = self.rho.to(x.dtype).repeat_interleave(x.shape[1] // len(self.rho))[:, None, None]  # [H, 1, 1]
-        a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
-        squares = self.projection.to(x.dtype).square().sum(-1)  # [Hkv, rows]
-        squares = squares.repeat_interleave(x.shape[1] // len(squares), 0).unsqueeze(1)  # [H, 1, rows]
-        log, shift = log * torch.sqrt(1 - 4 * a), a * squares + (x.shape[-1] / 4 * torch.log1p(-4 * a) + constant)
-        shift = shift + norms * squared_norm(x) if norms else shift
-        return Features(torch.cat([shift + log, shift - log], dim=-1) if self.antithetic else shift + log)
+    def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
+        weight, bias = self.projection, None
+        if self.optimal:
+            rho = self.rho.to(torch.promote_types(self.rho.dtype, torch.float32))[:, None, None]
+            a = (1 - 2 * rho - torch.sqrt((2 * rho + 1).square() + 8 * rho)) / 16
+            bias = a * weight.to(rho.dtype).square().sum(-1).unsqueeze(1) + weight.shape[-1] / 4 * torch.log1p(-4 * a)
+            weight = weight.to(rho.dtype) * torch.sqrt(1 - 4 * a)
+        if self.antithetic:
+            weight = torch.cat([weight, -weight], dim=1)
+            bias = None if bias is None else torch.cat([bias, bias], dim=2)
+        return weight, bias, None
 
     @torch.no_grad()
     def calibrate(self, x: Tensor, y: Tensor, key_mask: Tensor | None) -> None:
@@ -271,6 +266,7 @@ class PositiveFeatures(RandomFeatures):
         x_norm = ((x * q_weight).square().sum((0, 2)) / q_total).view(kv_heads, -1, x.shape[-1]).mean(1)
         y_mean = (y * weight).sum((0, 2)) / total
         y_norm = (y * weight).square().sum((0, 2)) / total
+        self.version += 1
         self.rho.copy_((x_norm + y_norm + 2 * x_mean * y_mean).mean(-1))
 
     def reset_parameters(self) -> None:
@@ -279,19 +275,35 @@ class PositiveFeatures(RandomFeatures):
             self.rho.fill_(1)
 
 
-class ReluFeatures(PositiveFeatures):
+class ReluFeatures(RandomFeatures):
     """Generalised attention of the Performer: φ(x) = M^(-1/2) relu(ωᵀx), a kernel of its own."""
 
-    scale_per_feature = False
+    log_features = False
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        products = per_head_product(x, self.projection, scale)
-        if self.antithetic:
-            products = torch.cat([products, -products], dim=-1)
+    def __init__(
+        self,
+        num_kv_heads: int,
+        num_features: int,
+        head_dim: int,
+        seed: tuple[int, ...],
+        *,
+        projection: Projection = "orthogonal",
+        hadamard_blocks: int = 3,
+        antithetic: bool = False,
+        redraw_interval: int | None = None,
+    ):
+        rows = num_features // 2 if antithetic else num_features
+        super().__init__(num_kv_heads, rows, head_dim, seed, projection, hadamard_blocks, redraw_interval)
+        self.num_features = num_features
+        self.antithetic = antithetic
+        self.reset_parameters()
+
+    def tensors(self, role: Role) -> tuple[Tensor]:
+        return (torch.cat([self.projection, -self.projection], dim=1) if self.antithetic else self.projection,)
+
+    def features(self, x: Tensor, role: str, scale: float, weight: Tensor) -> Features:
+        products = per_head_product(x, weight, scale)
         return Features(torch.zeros_like(x[..., :1]), torch.relu(products) * self.num_features**-0.5)
-
-    def queries_of_a_quotient(self, x: Tensor, scale: float = 1.0) -> Features:
-        return self(x, "query", scale)
 
 
 class FourierFeatures(RandomFeatures):
@@ -303,7 +315,7 @@ class FourierFeatures(RandomFeatures):
     """
 
     positive = False
-    scale_per_feature = False
+    log_features = False
     phase: Tensor
 
     def __init__(
@@ -343,14 +355,19 @@ class FourierFeatures(RandomFeatures):
             buffers["phase"] = 2 * math.pi * torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
         return buffers
 
-    def forward(self, x: Tensor, role: Role, scale: float = 1.0) -> Features:
-        groups = x.shape[1] // self.projection.shape[0]
-        if self.normalize_qk:
-            temperature = torch.exp(self.log_temperature.to(x.dtype) / 2).repeat_interleave(groups)
-            x, scale = F.normalize(x, dim=-1) * temperature[:, None, None], 1.0
-        angle = per_head_product(x, self.projection, scale)
-        if self.form == "cos":
-            factor = torch.cos(angle + self.phase.to(x.dtype).repeat_interleave(groups, 0).unsqueeze(1))
+    def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
+        return self.projection, getattr(self, "phase", None), getattr(self, "log_temperature", None)
+
+    def features(
+        self, x: Tensor, role: str, scale: float, weight: Tensor, phase: Tensor | None, log_temperature: Tensor | None
+    ) -> Features:
+        heads = x.shape[1]
+        if log_temperature is not None:
+            root = torch.exp(log_temperature.to(x.dtype) / 2)[:, None, None]
+            x, scale = F.normalize(x, dim=-1) * per_query_head(root, heads), 1.0
+        angle = per_head_product(x, weight, scale)
+        if phase is not None:
+            factor = torch.cos(angle + per_query_head(phase.to(x.dtype).unsqueeze(1), heads))
         else:
             factor = torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
         factor = factor * (2 / self.num_features) ** 0.5
@@ -358,15 +375,14 @@ class FourierFeatures(RandomFeatures):
             return Features(squared_norm(x) * (scale**2 / 2), factor)
         return Features(torch.zeros_like(x[..., :1]), factor)
 
-    def floor(self) -> Tensor | float:
+    def floor(self) -> Tensor:
         """With unit queries and keys, the least the exact kernel can be (at distance 2 τ^(1/2)), or what noise cannot
         resolve.
         """
         if not self.normalize_qk:
-            return SIGNED_FLOOR
-        temperature = torch.exp(
-            self.log_temperature.detach().to(torch.promote_types(self.log_temperature.dtype, torch.float32))
-        )
+            return torch.full((1, 1, 1), SIGNED_FLOOR, device=self.projection.device)
+        log = self.log_temperature.detach()
+        temperature = torch.exp(log.to(torch.promote_types(log.dtype, torch.float32)))[:, None, None]
         return KERNELS[self.kernel].least(4 * temperature, self.projection.shape[-1]).clamp(min=SIGNED_FLOOR)
 
     @torch.no_grad()

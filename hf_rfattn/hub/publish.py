@@ -16,6 +16,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from ..commands import named_model_class
+from ..integration import names as names_module
+from ..integration.names import CODE
 from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card, unclean_results
 from .faults import NO_TOKEN, TOKEN, PublishError, explain, scrub
 from .folder import CARD, CONFIG, INDEX, PLOT, RESULTS, CheckpointFolder
@@ -25,7 +27,7 @@ FILES = {
     CONFIG, INDEX, "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
-    "tokenizer.model", "chat_template.jinja", CARD, PLOT,
+    "tokenizer.model", "chat_template.jinja", CARD, PLOT, CODE,
     *(name + suffix for name in ("LICENSE", "NOTICE") for suffix in ("", ".md", ".txt")),
 }  # fmt: skip
 FOLDERS = {RESULTS: ".json", "additional_chat_templates": ".jinja"}  # and their files that end so
@@ -111,6 +113,9 @@ def make_plan(folder: str | Path, repo_id: str, revision: str | None = None, inc
     for name in include:
         if name not in names:
             raise ValueError(f"{name!r} cannot be included: {path} has no such file. It has {', '.join(names)}.")
+    own = Path(names_module.__file__).with_name(CODE)
+    if CODE in names and (path / CODE).read_bytes() != own.read_bytes():
+        raise ValueError(f"{path / CODE} is not the file that save_pretrained writes. Save the model again.")
     known = FILES | {weights.name for weights in checkpoint.weights} | set(include)
     sent = [name for name in names if name in known or _in_known_folder(name)]
     address = f"{HfApi().endpoint}/{repo_id}" + (f"/tree/{revision}" if revision not in (None, MAIN) else "")

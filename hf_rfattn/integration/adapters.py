@@ -28,7 +28,7 @@ from ..mechanisms.base import random_maps
 from .checkpoint import read_spec
 from .discovery import find_attention
 from .names import NAME, SPEC
-from .patching import apply_mechanisms, unpatch_model
+from .patching import patch_sites, unpatch_model
 
 RECORD = NAME  # the key in adapter_config.json: without this package PEFT warns that it does not know it
 TOLERANCE = 0.01  # of the norm: bfloat16 stays below it, another draw does not
@@ -150,7 +150,7 @@ def _patch(base: PreTrainedModel, wanted: dict[str, Patch], draws: int) -> None:
                 raise ValueError(f"This adapter's base has a layer {beyond[0]}, which this model does not have.")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
-                apply_mechanisms(part, sites, by_layer, cross_attention, seed, explicit=False)
+                patch_sites(part, sites, by_layer, cross_attention, seed, explicit=False)
         for feature_map in random_maps(base) if draws else ():
             feature_map.draws.fill_(draws)
             feature_map.draw()

@@ -24,6 +24,13 @@ _INEXPRESSIBLE = {
     "block_indices": "selects keys",
 }
 
+_HIDDEN = -1000.0  # exp of it is 0 in any precision; masks in use have -10000 (-9984 in bfloat16) or far less
+_BIAS = (
+    "The floating attention mask has values other than 0 (visible) and -1000 or below (hidden). Linear attention can "
+    "hide keys but cannot add a bias to their scores: pass a boolean or 2D attention_mask, or leave these layers "
+    "softmax with patch_model(model, ..., layers=...)."
+)
+
 
 def rf_attention_forward(
     module: nn.Module,
@@ -86,21 +93,33 @@ def _pattern(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None,
     if hides_nothing(mask, k_length):
         return Pattern(None, None, False)
     row = mask[:, 0, 0, :k_length].expand(batch, -1)
-    # Floating masks are added to scores: 0 for keys that exist (layoutlm and markuplm make theirs themselves).
-    return Pattern(row == 0 if mask.dtype.is_floating_point else row, None, False)
+    return Pattern(_visible(row) if mask.dtype.is_floating_point else row, None, False)
+
+
+def _visible(bias: Tensor) -> Tensor:
+    """Which keys a floating mask leaves visible. It is added to scores: 0 for keys that exist, and far below any score
+    for others (layoutlm and markuplm make theirs themselves).
+    """
+    visible = bias == 0
+    expressible = (visible | (bias <= _HIDDEN)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(expressible, _BIAS)
+    elif not expressible:
+        raise NotImplementedError(_BIAS)
+    return visible
 
 
 def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None, layer: RecurrentLayer) -> Tensor | None:
     """The padding of all tokens so far, in generation, as it came: only that of the new ones will be looked at."""
     if mask is None:
         return None
-    if not is_compact(mask) or mask.dtype != torch.uint8:
+    if not is_compact(mask) or mask.dtype != torch.int8:
         raise NotImplementedError(
             f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; "
             "a recurrent state needs a 2D attention_mask."
         )
     length = layer.seen + key.shape[2] if layer.static_length is None else layer.static_length
-    return None if hides_nothing(mask, length) else mask[:, 0, 0].expand(key.shape[0], -1)  # type: ignore[arg-type]
+    return None if hides_nothing(mask, length) else mask[:, 0, -1].expand(key.shape[0], -1)  # type: ignore[arg-type]
 
 
 def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:

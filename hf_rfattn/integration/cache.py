@@ -5,6 +5,7 @@ A forward pre-hook of each attention module puts it into the cache that `generat
 threads and torch.compile see nothing but the cache itself.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from ..mechanisms import Mechanism
+from ..mechanisms.base import random_maps
+from ..ops import State
 from .names import CACHE, NAME
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context."""
+    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context.
+
+    They are not made in inference mode, since they could then not be updated outside of it.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -29,25 +35,69 @@ class RecurrentLayer(CacheLayerMixin):
         super().__init__()
         self.static_length = static_length
         self.is_compileable = static_length is not None
-        self.seen: int | Tensor = 0 if static_length is None else torch.tensor(0)
-        self.state: dict[str, Tensor] = {}
+        with torch.inference_mode(False):
+            self.count = None if static_length is None else torch.tensor(0)
+        self.state: State | None = None
+        self.patch_number: int | None = None  # of the mechanism that made the state
+        self.versions: list[int] | None = None  # of its random maps
+        self.announced = False  # an update by the mechanism
         self.waiting = False  # for the attention function to take the keys of the last update
 
+    @property
+    def seen(self) -> int | Tensor:
+        """Tokens in the state: a tensor in place of a static layer, else a shape, as torch.export wants it."""
+        if self.count is not None:
+            return self.count
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    @seen.setter
+    def seen(self, tokens: Any) -> None:
+        if self.count is not None:
+            self.count.fill_(tokens)
+        elif self.keys is not None:
+            self.keys = self.values = self.keys.new_empty(self.batch_size, 0, tokens, 0)
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    def announce(self, mechanism: Any) -> None:
+        """Say which mechanism is about to update the layer: a state made by another one means nothing to it."""
+        versions = [feature_map.version for feature_map in random_maps(mechanism)]
+        if not self.is_initialized or self.patch_number is None:
+            self.patch_number = mechanism.patch_number
+        if self.versions is None:
+            self.versions = versions
+        if self.patch_number != mechanism.patch_number or self.versions != versions:
+            raise ValueError(
+                "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
+                "redrawn or calibrated after the cache was filled. Start again without past_key_values."
+            )
+        self.announced = True
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.batch_size = key_states.shape[0]
         self.device = key_states.device
-        self.keys = self.values = key_states.new_empty(0)  # nothing is kept of them, but some models ask
-        if isinstance(self.seen, Tensor):
-            self.seen = self.seen.to(self.device)
+        # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
+        self.keys = self.values = key_states.new_empty(key_states.shape[0], 0, 0, 0)
+        if self.count is not None:
+            with torch.inference_mode(False):
+                self.count = self.count.to(self.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
+        if not self.announced:
+            raise ValueError(
+                "This cache holds the state of linear attention, which softmax cannot read: the model was unpatched, "
+                "switched to softmax or patched in other layers after the cache was filled. Start again without "
+                "past_key_values."
+            )
+        self.announced = False
         if self.waiting:
             raise NotImplementedError(
                 "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
                 "cache. Pass use_cache=False."
             )
-        if not self.is_initialized and not self.state:
+        if not self.is_initialized and self.state is None:
             self.lazy_initialization(key_states, value_states)
         self.waiting = True
         return key_states, value_states
@@ -63,53 +113,57 @@ class RecurrentLayer(CacheLayerMixin):
             )
         self.waiting = False
         length = k.shape[2]
-        fresh = not self.is_initialized
-        if fresh:
+        if k.shape[0] != self.batch_size:
+            raise ValueError(
+                f"This cache holds {self.batch_size} sequences, but the input has {k.shape[0]}. Give each batch a "
+                "cache of its own, or first select or repeat the rows of this one: cache.batch_select_indices(rows), "
+                "cache.batch_repeat_interleave(n)."
+            )
+        if self.state is None:
             dtype = torch.promote_types(v.dtype, torch.float32)
-            self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
+            with torch.inference_mode(False):
+                self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
             self.is_initialized = True
             if self.is_compileable and not torch.compiler.is_compiling():
-                for tensor in (*self.state.values(), self.seen):
+                for tensor in (*self.state.tensors(), self.count):
                     torch._dynamo.mark_static_address(tensor)
         if key_mask is not None:
             key_mask = key_mask.index_select(1, self.seen + torch.arange(length, device=k.device))
-        if isinstance(self.seen, Tensor):
-            self.seen.add_(length)
-        else:
-            self.seen += length
-        return mechanism.extend(q, k, v, self.state, key_mask=key_mask, scale=scale, fresh=fresh)
+        self.seen = self.seen + length
+        return mechanism(q, k, v, state=self.state, key_mask=key_mask, scale=scale)
 
     def get_seq_length(self) -> int:
         return self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks cover the whole past, for the layers that stay softmax."""
-        return (int(self.seen) + query_length if self.static_length is None else self.static_length), 0
+        length = self.seen + query_length if self.static_length is None else self.static_length
+        return length, 0  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
         return -1 if self.static_length is None else self.static_length
 
     def nbytes(self) -> int:
         """Bytes held by the state."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.state.tensors()) if self.state else 0
 
     def reset(self) -> None:
-        for name, tensor in self.state.items():
-            tensor.fill_(-torch.inf) if name.endswith("log_scale") else tensor.zero_()
-        if isinstance(self.seen, Tensor):
-            self.seen.zero_()
-        else:
-            self.seen = 0
-        self.waiting = False
+        if self.state is not None:
+            self.state.reset()
+        self.seen = 0
+        self.versions = None
+        self.announced = self.waiting = False
 
+    @torch.inference_mode(False)
     def _index(self, rows: Tensor) -> None:
-        for name, tensor in self.state.items():
-            chosen = tensor.index_select(0, rows.to(tensor.device))
-            if chosen.shape == tensor.shape:  # keep the address
-                tensor.copy_(chosen)
+        if self.state is not None:
+            chosen = self.state.index_select(rows)
+            if len(rows) == self.batch_size:  # keep the addresses
+                self.state.copy_(chosen)
             else:
-                self.state[name] = chosen
-        self.batch_size = len(rows)
+                self.state = chosen
+        if self.keys is not None:
+            self.keys = self.values = self.keys.index_select(0, rows.to(self.keys.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(beam_idx)
@@ -120,15 +174,26 @@ class RecurrentLayer(CacheLayerMixin):
         self._index(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state:
+        if self.state is not None:
             self._index(torch.arange(self.batch_size).repeat_interleave(repeats))
 
+    @torch.inference_mode(False)
     def offload(self) -> None:
-        self.state = {name: tensor.to("cpu", non_blocking=True) for name, tensor in self.state.items()}
+        if self.state is not None:
+            self.state = self.state.to("cpu")
 
+    @torch.inference_mode(False)
     def prefetch(self) -> None:
-        if self.state:
-            self.state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.state.items()}
+        if self.state is not None:
+            self.state = self.state.to(self.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecurrentLayer":
+        twin = memo[id(self)] = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "patch_number": None}  # which another process counts differently
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
@@ -142,6 +207,18 @@ _ROLLBACK = (
     "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
     "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
 )
+
+
+class Stateful:
+    """True while patched attention modules are in use, not softmax: transformers then refuses, before the first token,
+    what would need to take tokens back.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        self.modules = modules
+
+    def __bool__(self) -> bool:
+        return any(m.config._attn_implementation == NAME for m in self.modules)  # type: ignore[union-attr]
 
 
 def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -161,6 +238,8 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
         if isinstance(layer, DynamicLayer) and hasattr(layer, "update_recurrent_state"):
             return None  # a layer that is state space and attention at once keeps its keys, all of which are then read
         layer = cache.layers[layer_idx] = _recurrent_in_place_of(layer)
+    if getattr(module, "rf", None) is not None:
+        layer.announce(module.rf)
     return args, {**kwargs, CACHE: layer}
 
 
@@ -169,6 +248,11 @@ def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
         raise NotImplementedError(
             f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default "
             "cache (cache_implementation=None or 'static')."
+        )
+    if isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel():
+        raise ValueError(
+            "This cache is a copy of the keys and values of another one, as Whisper's generate returns it, but a "
+            "patched layer keeps no keys and values: what it had seen is lost. Start again without past_key_values."
         )
     if int(layer.get_seq_length()) > 0:
         raise ValueError(

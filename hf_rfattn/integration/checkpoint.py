@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..features import FeatureMap
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from ..mechanisms.config import check_nesting
+from .configs import remember_model
 from .discovery import find_attention
 from .names import CODE, NAME, SPEC
 from .patching import FORMAT, apply_mechanisms, parse_layers
@@ -47,6 +48,7 @@ def _with_restored_mechanisms(original: Any) -> Any:
     @functools.wraps(original)
     def post_init(self: PreTrainedModel) -> None:
         original(self)
+        remember_model(self)
         restore(self)
 
     post_init.rfattn_original = original  # type: ignore[attr-defined]
@@ -87,13 +89,10 @@ def restore(model: PreTrainedModel) -> None:
     by_layer = {number: config for number, config in by_layer.items() if number in here}
     if not by_layer:
         return
-    implementation = model.config._attn_implementation
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
         apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit=False)
-    setattr(model.config, SPEC, spec)
-    if implementation != NAME:  # softmax was asked for by name, or the key was lost: from_pretrained tells which
-        model.config._attn_implementation = {"": implementation}
+    model.config.attn_implementation = NAME  # the key may have been lost on its way
 
 
 def read_spec(spec: Any) -> tuple[dict[int, MechanismConfig], bool, int]:

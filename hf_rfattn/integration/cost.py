@@ -63,7 +63,7 @@ def state_bytes(mechanism: Mechanism, dtype: torch.dtype = torch.float32) -> int
     """Bytes that generation keeps of one sequence, however long: those of the mechanism's state, float32 or more."""
     state_dtype = torch.promote_types(dtype, torch.float32)
     state = mechanism.new_state(1, mechanism.head_dim, state_dtype, "meta")
-    return sum(tensor.nbytes for tensor in state.values())
+    return sum(tensor.nbytes for tensor in state.tensors())
 
 
 def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:

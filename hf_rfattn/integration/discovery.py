@@ -3,6 +3,8 @@
 import ast
 import functools
 import inspect
+import itertools
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ _MAKES_MASK = re.compile(
     r"\b(generate_block_attention_mask|_prepare_aspect_ratio_attention_mask|_make_causal_mask|attn_mask_probs)\b|"
     r"self\._prepare_4d_attention_mask"
 )
+# Models that let the tokens of an image, a prefix or all tokens see each other by an overlay of the causal mask.
+_OVERLAYS_MASK = re.compile(r"block_sequence_ids|or_mask_function")
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class AttentionSite:
     module: nn.Module
     owner: PreTrainedModel  # the innermost model it belongs to
     index: int  # number of its layer, counted within its stack
-    ordinal: int  # number among all attention modules of the model
+    ordinal: int  # number among the attention modules of all models with its owner's config
     cross: bool
     num_heads: int
     num_kv_heads: int
@@ -56,9 +60,7 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
 
     Raises ValueError for a model that has none.
     """
-    owners = {name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-    if not owners:
-        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    owners = transformers_models(model)
     found = [(n, m) for n, m in model.named_modules() if uses_interface(type(m)) and hasattr(m, "config")]
     if not found:
         name = type(next(iter(owners.values()))).__name__
@@ -68,10 +70,26 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
         )
     reasons = _model_refusals(model, owners)
     sites = []
-    for ordinal, (name, module) in enumerate(found):
+    counts: dict[int, itertools.count] = {}  # of each config: a tower is restored alone, without those beside it
+    for name, module in found:
         owner = _owner(name, owners)
+        ordinal = next(counts.setdefault(id(owner.config), itertools.count()))
         sites.append(_site(name, module, owner, ordinal, reasons.get(id(owner.config))))
     return sites
+
+
+def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """All transformers models in a model, by name, outer ones first; ValueError for what is none and holds none."""
+    if isinstance(model, str | os.PathLike):
+        raise ValueError(
+            f"{str(model)!r} is a name, not a model. Load it first, with the class of your task: model = "
+            f"AutoModel.from_pretrained({str(model)!r})."
+        )
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    owners = {name: m for name, m in modules if isinstance(m, PreTrainedModel)}
+    if not owners:
+        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    return owners
 
 
 def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
@@ -91,6 +109,10 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
         owner = _owner(name, owners)
         if module is owner and _MAKES_MASK.search(source):
             reasons[id(owner.config)] = f"its model makes an attention mask of pairs of its own ({cls.__name__})"
+        elif module is owner and _overlays_mask(owner.config.get_text_config(), source):
+            reasons[id(owner.config.get_text_config())] = (
+                f"its model lets some tokens see those after them, by a mask of pairs ({cls.__name__})"
+            )
         elif module is not owner and not uses_interface(cls) and _READS_MASK.search(source):
             reasons[id(owner.config)] = (
                 f"another module of its model reads the attention mask by itself ({cls.__name__})"
@@ -98,6 +120,17 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
         elif cls.__name__.endswith("RelativePositionBias"):  # beit, where a config asks for it
             reasons[id(owner.config)] = "it adds a relative position bias to its scores"
     return reasons
+
+
+def _overlays_mask(config: Any, source: str) -> bool:
+    """Whether a model with this source adds an overlay to causal masks, as far as its text config asks for it."""
+    found = _OVERLAYS_MASK.search(source)
+    if found is None:
+        return False
+    asked = getattr(config, "use_bidirectional_attention", None)
+    if 'use_bidirectional_attention == "vision"' in source:  # gemma4
+        return asked == "vision"
+    return found[0] == "block_sequence_ids" or bool(asked)
 
 
 def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, refusal: str | None) -> AttentionSite:

@@ -5,7 +5,7 @@ judged on the q, k, v of the original model and not on the errors of the layers 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..features import PositiveFeatures
 from ..mechanisms import Mechanism, build_mechanism
 from ..ops import softmax_attention
+from .batches import Data, as_batches
 from .discovery import find_attention
 
 
@@ -180,9 +181,18 @@ def mechanism_sites(model: nn.Module) -> dict[Mechanism, str]:
     return found
 
 
-def attention_error(model: nn.Module, batch: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> AttentionError:
-    """Error of each patched layer and head against the softmax it replaces, on one batch (what a tokenizer returns) or
-    on several together.
+def attention_error(
+    model: nn.Module,
+    batch: Data,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    batch_size: int = 16,
+    max_length: int = 512,
+) -> AttentionError:
+    """Error of each patched layer and head against the softmax it replaces.
+
+    `batch`: what a tokenizer returns, once or several times, which are then measured together; or texts, one or
+    several, with their `tokenizer` (and `batch_size`, `max_length`).
 
     Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does
     worse than no attention.
@@ -204,7 +214,7 @@ def attention_error(model: nn.Module, batch: Mapping[str, Any] | Iterable[Mappin
         parts = torch.stack([energy(x, valid) for x in (output - exact, average - exact, exact)])
         sums[name] = sums.get(name, 0) + parts
 
-    for one in [batch] if isinstance(batch, Mapping) or not isinstance(batch, Iterable) else batch:
+    for one in as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length):
         run_with_softmax(model, one, observe)
     if not sums:
         raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")

@@ -3,8 +3,9 @@
 transformers builds its masks once a forward pass and hands the result to every layer. The mask function registered
 here never builds an L × L matrix:
 - bidirectional: an ordinary boolean mask with one row for all queries, `[B or 1, 1, 1, Lk]`, True where a key exists;
-- causal: a compact mask `[B or 1, 1, 2, Lk]`, recognised by its two rows and its integer type: uint8 for padding
-  (1 = the key exists) or int32 for packing (the number of the key's sequence);
+- causal: a compact mask `[B or 1, 1, 2, Lk]`, recognised by its two rows and its integer type: int8 for padding
+  (1 = the key exists) or int32 for packing (the number of the key's sequence). transformers' exporters join the masks
+  of several steps row by row; the last one tells of all their keys;
 - nothing hidden: the same with a last dimension of 1;
 - anything else (windows, overlays): an ordinary mask of pairs, for layers that stay softmax; patched ones refuse it.
 Models only hand the mask on or cut its last dimension.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from ..ops import allowed_pairs
+from ..ops.naive import allowed_pairs
 
 
 class Pattern(NamedTuple):
@@ -54,9 +55,9 @@ def rf_mask(
 
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int, device: torch.device | str) -> Tensor:
     if attention_mask is None:
-        return torch.ones(1, 1, 1, 1, dtype=torch.uint8, device=device)
+        return torch.ones(1, 1, 1, 1, dtype=torch.int8, device=device)
     padding: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    return padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.uint8)
+    return padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.int8)
 
 
 def _segments(mask_function: Any, batch_size: int, kv_length: int, device: torch.device | str) -> Tensor:
@@ -74,20 +75,22 @@ def _segments(mask_function: Any, batch_size: int, kv_length: int, device: torch
 
 def is_compact(mask: Tensor | None) -> bool:
     """Whether a mask is a causal one of ours (softmax masks are boolean or floating)."""
-    return mask is not None and mask.dtype in (torch.uint8, torch.int32) and mask.ndim == 4 and mask.shape[2] == 2
+    if mask is None or mask.ndim != 4:
+        return False
+    return (mask.dtype == torch.int8 and mask.shape[2] >= 2) or (mask.dtype == torch.int32 and mask.shape[2] == 2)
 
 
 def hides_nothing(mask: Tensor, k_length: int) -> bool:
     """Whether a mask of ours stands for any number of keys, all visible."""
-    return mask.shape[3] == 1 and k_length > 1 and mask.dtype in (torch.uint8, torch.bool)
+    return mask.shape[3] == 1 and k_length > 1 and mask.dtype in (torch.int8, torch.bool)
 
 
 def read_pattern(mask: Tensor, batch: int, k_length: int) -> Pattern:
     """What a compact mask says of `k_length` keys."""
     if hides_nothing(mask, k_length):
         return Pattern(None, None, True)
-    row = mask[:, 0, 0, :k_length].expand(batch, -1)
-    return Pattern(row != 0, None, True) if mask.dtype == torch.uint8 else Pattern(None, row, True)
+    row = mask[:, 0, -1, :k_length].expand(batch, -1)
+    return Pattern(row != 0, None, True) if mask.dtype == torch.int8 else Pattern(None, row, True)
 
 
 def dense_mask(

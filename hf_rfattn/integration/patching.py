@@ -1,5 +1,6 @@
 """`patch_model` and `unpatch_model`: put mechanisms beside a model's attention weights, and take them away again."""
 
+import itertools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -12,15 +13,18 @@ from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_co
 from ..mechanisms.base import random_maps
 from ..mechanisms.config import did_you_mean
 from ..mechanisms.registry import mechanism_class
-from .cache import hand_on_cache
+from .cache import Stateful, hand_on_cache
+from .configs import own_configs
 from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC
-from .redraw import redraw_on_schedule
+from .positions import PositionLimit
+from .redraw import RedrawSchedule
 
 FORMAT = 1
 MOST_LAYERS = 10_000
 SOFTMAX = "softmax"  # what layers have that are left as they are
 AUTO = "auto"
+_PATCHES = itertools.count()
 
 M = TypeVar("M", bound=nn.Module)
 Attention = str | MechanismConfig | Mapping[int | str | range, "str | MechanismConfig | Mapping[str, Any]"]
@@ -65,46 +69,72 @@ def patch_model(
             return model
     else:
         by_layer = _by_layer(sites, attention, layers, options)
-    return apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit)
+    patch_sites(model, sites, by_layer, cross_attention, seed, explicit)
+    return model
 
 
-def apply_mechanisms(
-    model: M,
+def patch_sites(
+    model: nn.Module,
     sites: list[AttentionSite],
     by_layer: dict[int, MechanismConfig],
     cross_attention: bool,
     seed: int,
     explicit: bool,
-) -> M:
-    """Patch the layers of `by_layer`; if they were asked for one by one (`explicit`), none of them may be refused."""
+) -> None:
+    """Patch the layers of `by_layer`, and write that into the configs of the model."""
+    patched = apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit)
+    _record(model, patched, _document(by_layer, cross_attention, seed))
+
+
+def apply_mechanisms(
+    model: nn.Module,
+    sites: list[AttentionSite],
+    by_layer: dict[int, MechanismConfig],
+    cross_attention: bool,
+    seed: int,
+    explicit: bool,
+) -> list[AttentionSite]:
+    """Patch the layers of `by_layer`; if they were asked for one by one (`explicit`), none of them may be refused.
+
+    Returns the sites that were patched. Configs are not changed.
+    """
     plan = _plan(sites, by_layer, explicit, cross_attention)
+    _check_not_sharded(model)
     # Everything that can fail is behind us or in this line; the model is changed only below it.
     mechanisms = [_build(site, config, seed) for site, config in plan]
-    configs = _configs([site for site, _ in plan])
-    softmax = {id(c): _softmax_name(c) for c in configs}
+    patched = [site for site, _ in plan]
+    configs = _configs(patched)
 
-    unpatch_model(model)
-    for (site, _), mechanism in zip(plan, mechanisms, strict=True):
+    _remove_mechanisms(model)
+    for site, mechanism in zip(patched, mechanisms, strict=True):
+        mechanism.patch_number = next(_PATCHES)  # type: ignore[assignment]  # by which caches know it
         site.module.rf = mechanism
-    document = _document(by_layer, cross_attention, seed)
-    for config in configs:
-        setattr(config, SPEC, {**document, "softmax": softmax[id(config)]})
-        config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
-        config.attn_implementation = NAME
     for site in sites:
         if any(site.module.config is config for config in configs):
             if "rf" not in site.module._modules:
                 site.module.rf = None  # type: ignore[assignment]  # softmax, and known to be meant so
             if not site.cross:
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
-    for owner in _owners(model, plan):
+    for owner in _owners(model, patched):
         owner.register_forward_pre_hook(refuse_attention_outputs, with_kwargs=True)
-        if owner.can_generate():
-            owner._is_stateful = True  # transformers then refuses what would need to take tokens back
-    for owner in {id(site.owner): site.owner for site, _ in plan}.values():
+        if owner.can_generate() and not owner._is_stateful:
+            owner._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
+    for owner in {id(site.owner): site.owner for site in patched}.values():
+        owner.register_forward_pre_hook(PositionLimit(), with_kwargs=True)
         if any(m.redraw_interval is not None for m in random_maps(owner)):
-            owner.register_forward_pre_hook(redraw_on_schedule)
-    return model
+            owner.register_forward_pre_hook(RedrawSchedule())
+    return patched
+
+
+def _record(model: nn.Module, patched: list[AttentionSite], document: dict[str, Any]) -> None:
+    """Write what was patched into the configs of a model, of which it then has its own."""
+    own_configs(model)
+    softmax = {id(c): _softmax_name(c) for c in _configs(patched)}
+    _forget(model)
+    for config in _configs(patched):
+        setattr(config, SPEC, {**document, "softmax": softmax[id(config)]})
+        config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
+        config.attn_implementation = NAME
 
 
 def _choose(
@@ -132,23 +162,38 @@ def _choose(
 
 def unpatch_model(model: M) -> M:
     """Softmax again, outputs and `state_dict` bit for bit what they were; an unpatched model is left alone."""
+    _remove_mechanisms(model)
+    if any(getattr(config, SPEC, None) is not None for config in _all_configs(model)):
+        own_configs(model)
+        _forget(model)
+    return model
+
+
+def _remove_mechanisms(model: nn.Module) -> None:
     for module in model.modules():
         if uses_interface(type(module)) and hasattr(module, "rf"):
             del module.rf
         if isinstance(module, PreTrainedModel):
             vars(module).pop("_is_stateful", None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in (refuse_attention_outputs, redraw_on_schedule, hand_on_cache):
+            if hook in (refuse_attention_outputs, hand_on_cache) or isinstance(hook, RedrawSchedule | PositionLimit):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-        config = getattr(module, "config", None)
+
+
+def _forget(model: nn.Module) -> None:
+    """Remove from the configs of a model what was patched."""
+    for config in _all_configs(model):
         spec = getattr(config, SPEC, None)
-        if config is not None and spec is not None:
+        if spec is not None:
             if config._attn_implementation == NAME:
                 config._attn_implementation = {"": spec["softmax"]}
             delattr(config, SPEC)
             vars(config).pop("attn_implementation", None)
-    return model
+
+
+def _all_configs(model: nn.Module) -> list[Any]:
+    return [module.config for module in model.modules() if hasattr(module, "config")]
 
 
 def refuse_attention_outputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -175,6 +220,19 @@ def _check_ready(sites: list[AttentionSite]) -> None:
         existing = getattr(site.module, "rf", None)
         if existing is not None and getattr(site.module.config, SPEC, None) is None:
             raise ValueError(f"{site.name} has an attribute 'rf' that hf_rfattn did not put there.")
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Ranks of tensor parallelism have some heads each, but mechanisms and their checkpoints have all of them."""
+    for owner in model.modules():
+        settings = getattr(owner.config, "distributed_config", None) if isinstance(owner, PreTrainedModel) else None
+        size, plan = getattr(settings, "tp_size", 1), getattr(settings, "tp_plan", None)
+        if size != 1 and plan != {}:
+            raise NotImplementedError(
+                f"{type(owner).__name__} is loaded with tensor parallelism (tp_size={size}), which divides the heads "
+                "of a layer between processes; patched layers need all of them. Use DistributedConfig(fsdp_size=...), "
+                "accelerate or torch's DistributedDataParallel."
+            )
 
 
 def parse_layers(key: Any) -> list[int]:
@@ -268,11 +326,13 @@ def _build(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism
         layer_idx=site.ordinal,
         seed=seed,
     )
-    weight = next(p for p in site.module.parameters() if p.is_floating_point())
-    dtype = weight.dtype if weight.dtype.itemsize > 1 else torch.get_default_dtype()  # not that of quantised weights
-    mechanism = mechanism.to(device=weight.device, dtype=dtype).train(site.module.training)
-    for part in mechanism.modules():
-        part._is_hf_initialized = not weight.is_meta  # type: ignore[assignment]  # init_weights leaves what is there
+    # Where weights are quantised, the rest of the model has the dtype to compute in, and modules may lack parameters.
+    near = [*site.module.parameters(), *site.owner.parameters()]
+    device = next((p.device for p in near), None)
+    dtype = next((p.dtype for p in near if p.is_floating_point() and p.dtype.itemsize > 1), torch.get_default_dtype())
+    mechanism = mechanism.to(device=device, dtype=dtype).train(site.module.training)
+    for part in mechanism.modules():  # init_weights leaves what is there
+        part._is_hf_initialized = device != torch.device("meta")  # type: ignore[assignment]
     return mechanism
 
 
@@ -282,13 +342,13 @@ def _configs(sites: Iterable[AttentionSite]) -> list[Any]:
     return list({id(c): c for c in configs}.values())
 
 
-def _owners(model: nn.Module, plan: list[tuple[AttentionSite, MechanismConfig]]) -> list[PreTrainedModel]:
+def _owners(model: nn.Module, patched: list[AttentionSite]) -> list[PreTrainedModel]:
     """Every transformers model, nested or not, that holds a patched module."""
-    patched = {id(site.module) for site, _ in plan}
+    modules = {id(site.module) for site in patched}
     return [
         m
         for m in model.modules()
-        if isinstance(m, PreTrainedModel) and any(id(child) in patched for child in m.modules())
+        if isinstance(m, PreTrainedModel) and any(id(child) in modules for child in m.modules())
     ]
 
 

@@ -6,13 +6,17 @@ buffers what they would hold had they been made longer, and anything else that h
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+
+from .batches import Data, as_batches, texts_in
+from .discovery import transformers_models
 
 M = TypeVar("M", bound=nn.Module)
 Method = Literal["interpolate", "tile"]
@@ -27,9 +31,11 @@ _BUFFERS: dict[str, Callable[[torch.Size], Tensor]] = {
 }
 
 
-def extend_positions(model: M, max_length: int, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
+def extend_positions(model: M, max_length: int | Data, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
     """Let a model with learned absolute positions take inputs of `max_length` tokens, in place, and return it.
 
+    `max_length`: a number, or the inputs themselves, of which the longest counts: texts, one or several, with their
+    `tokenizer`, or what a tokenizer returned, once or several times. If they fit already, nothing changes.
     `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
     positions stay what they were; "tile" repeats it, so that inputs of the old length give what they gave. Train the
     model after either. `tokenizer`: its limit is set too.
@@ -45,8 +51,12 @@ def extend_positions(model: M, max_length: int, method: Method = "interpolate", 
     >>> extend_positions(model, 256, method="tile").config.n_positions
     256
     """
+    if isinstance(max_length, Iterable):
+        max_length = max(_longest(max_length, tokenizer), learned_positions(model) or 0)
     if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-        raise ValueError(f"max_length must be a positive whole number of tokens, not {max_length!r}.")
+        raise ValueError(
+            f"max_length must be a positive whole number of tokens, or the inputs that must fit, not {max_length!r}."
+        )
     if method not in get_args(Method):
         raise ValueError(f"Unknown method {method!r}; choose one of {', '.join(get_args(Method))}.")
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
@@ -64,6 +74,13 @@ def extend_positions(model: M, max_length: int, method: Method = "interpolate", 
     return model
 
 
+def _longest(data: Data, tokenizer: Any) -> int:
+    """Tokens of the longest input in texts or batches."""
+    if isinstance(data, str) or (isinstance(data, Sequence) and len(data) and isinstance(data[0], str)):
+        return max(len(ids) for ids in tokenizer(texts_in(data, tokenizer))["input_ids"])
+    return max((batch["input_ids"].shape[-1] for batch in as_batches(data)), default=0)
+
+
 def learned_positions(model: nn.Module) -> int | None:
     """How many tokens the learned positions of a model allow; None if it has none that can be extended.
 
@@ -72,6 +89,58 @@ def learned_positions(model: nn.Module) -> int | None:
     64
     """
     return min((growth.length for growth in _find_growths(model) if growth.tables), default=None)
+
+
+class PositionLimit:
+    """Forward pre-hook of a patched model: says what to do with inputs that are longer than its table of positions."""
+
+    def __init__(self) -> None:
+        self.known: tuple[int, int | None] | None = None  # limit of the config, and tokens that the tables allow
+
+    def __call__(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+        limit = getattr(module.config, LIMIT, None)
+        if type(limit) is not int or torch.compiler.is_compiling():
+            return
+        names = inspect.signature(module.forward).parameters if args else ()
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        length = _input_length(inputs)
+        if length < limit - (getattr(module.config, "pad_token_id", None) or 0):  # some tables begin after that row
+            return
+        if self.known is None or self.known[0] != limit:
+            self.known = limit, _table_length(module, limit)
+        allowed = self.known[1]
+        if allowed is None or length <= allowed:
+            return
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if positions is not None:
+            length, allowed = int(positions.max()) + 1, limit
+        elif mask is not None and mask.ndim == 2:
+            length = int(mask.sum(-1).max())  # some models give no positions to padding
+        if length > allowed:
+            raise ValueError(
+                f"The input has {length} tokens, but {type(module).__name__} has positions for {allowed}. Truncate it: "
+                f"tokenizer(..., truncation=True, max_length={allowed}). Or extend the table and train the model: "
+                f"hf_rfattn.extend_positions(model, {length})."
+            )
+
+
+def _input_length(inputs: Mapping[str, Any]) -> int:
+    """Tokens of the input and of the past, as far as they are known without waiting for a GPU."""
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
+    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+        return 0
+    cache = inputs.get("past_key_values")
+    past = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return tokens.shape[1] + (past if isinstance(past, int) else 0)
+
+
+def _table_length(model: PreTrainedModel, limit: int) -> int | None:
+    """Tokens that the tables of positions allow, learned or not; None if there are none."""
+    try:
+        growths = _find_growths(model)
+    except ValueError:
+        return None
+    return min((growth.length if growth.tables else limit for growth in growths), default=None)
 
 
 @dataclass
@@ -101,11 +170,9 @@ class _Growth:
 def _find_growths(model: nn.Module) -> list[_Growth]:
     """One for each config of each outermost transformers model that limits some of its parameters."""
     roots: list[PreTrainedModel] = []
-    for module in model.modules():  # a model comes before those inside it
-        if isinstance(module, PreTrainedModel) and not any(module is part for r in roots for part in r.modules()):
-            roots.append(module)
-    if not roots:
-        raise ValueError(f"{type(model).__name__} holds no transformers model; pass a PreTrainedModel.")
+    for owner in transformers_models(model).values():  # a model comes before those inside it
+        if not any(owner is part for r in roots for part in r.modules()):
+            roots.append(owner)
     growths = []
     for root in roots:
         configs = list(_nested(root.config))

@@ -1,9 +1,12 @@
 """New random draws for the projections of a model: on demand, and on a schedule during training."""
 
-from typing import TypeVar
+import functools
+import weakref
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..features import LearnedPositiveFeatures
 from ..mechanisms.base import random_maps
@@ -25,20 +28,49 @@ def redraw(model: M) -> M:
     return model
 
 
-def redraw_on_schedule(module: nn.Module, args: tuple) -> None:
-    """Forward pre-hook of a patched model: in training, redraw the maps whose `redraw_interval` has passed. Eval never
-    redraws.
+class RedrawSchedule:
+    """Forward pre-hook of a patched model: in training, the first forward pass after an optimizer step counts it, and
+    redraws the maps whose `redraw_interval` has passed. Eval never redraws.
 
-    It sits on the model, not on its layers, so that gradient checkpointing, which runs layers twice, cannot run it
-    twice.
+    All passes that lead to one step see one draw: those of gradient accumulation, several before one backward pass,
+    and those that gradient checkpointing runs again. Only optimizers derived from torch.optim.Optimizer that hold the
+    model's own parameters are seen; in other loops call `redraw(model)` between steps.
     """
-    if not module.training:
-        return
-    scheduled = [m for m in random_maps(module) if m.redraw_interval is not None]
-    if scheduled and torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "A redraw schedule cannot run inside torch.compile. Patch with redraw_interval=None and call "
-            "hf_rfattn.redraw(model) between steps of your training loop."
-        )
-    for feature_map in scheduled:
-        feature_map.step()
+
+    def __init__(self) -> None:
+        self.stepped = True  # the first pass belongs to a new step
+        self.trained: set[int] = set()  # ids of parameters, by which optimizers of this model are known
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        if not module.training:
+            return
+        compiling = torch.compiler.is_compiling()
+        if compiling or getattr(module, "_is_replica", False):
+            raise NotImplementedError(
+                f"A redraw schedule cannot run inside {'torch.compile' if compiling else 'nn.DataParallel'}. Patch "
+                "with redraw_interval=None and call hf_rfattn.redraw(model) between steps of your training loop."
+            )
+        if self.stepped:
+            for feature_map in random_maps(module):
+                if feature_map.redraw_interval is not None:
+                    feature_map.step()
+        self.stepped, self.trained = False, {id(p) for p in module.parameters() if p.requires_grad}
+        _watch_optimizers()
+        _SCHEDULES[id(self)] = self
+
+
+_SCHEDULES: weakref.WeakValueDictionary[int, RedrawSchedule] = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Hook of all optimizers of torch. A model that is frozen goes by any of them: what is trained lies around it."""
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for reference in _SCHEDULES.valuerefs():
+        schedule = reference()
+        if schedule is not None and not (schedule.trained and schedule.trained.isdisjoint(updated)):
+            schedule.stepped = True

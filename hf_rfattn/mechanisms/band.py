@@ -6,14 +6,13 @@ sliding-window attention.
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
-from ..ops import Partial, attend_in_blocks, normalise
-from ..ops.banded_attention import with_global_rows
+from ..ops import with_global_rows
 from ..ops.naive import masked_softmax, repeat_heads
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least
-from .near_field import Window, global_part, near_multiply_adds, near_pairs
+from .near_field import Window, near_attention, near_multiply_adds, near_pairs
 from .registry import register_mechanism
 
 
@@ -37,18 +36,20 @@ class BandAttention(Mechanism):
     handles_cross_attention = False
     config: BandConfig
 
-    def attend(self, inputs):
-        config = self.config
-        extra = global_part(inputs, config.global_tokens, config.bandwidth)
-        out, _ = attend_in_blocks(inputs, _normalise_near, bandwidth=config.bandwidth, extra=extra)
-        return with_global_rows(out, inputs, config.global_tokens)
+    def attend(self, q, k, v, *, scale, key_mask, causal, segments):
+        count = self.config.global_tokens
+        masks = {"scale": scale, "key_mask": key_mask, "causal": causal, "segments": segments}
+        out = near_attention(q, k, v, self.config.bandwidth, count, **masks)[0].to(q.dtype)
+        return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask) if count and not causal else out
 
     def new_state(self, batch, value_dim, dtype, device):
-        return Window.new(self, self.config.bandwidth, self.config.global_tokens, batch, value_dim, dtype, device)
+        like = torch.empty((), dtype=dtype, device=device)
+        sizes = batch, self.num_kv_heads, self.head_dim, value_dim
+        return Window.new(*sizes, self.config.bandwidth, self.config.global_tokens, like)
 
-    def attend_after(self, inputs, state, fresh):
-        window = Window(state, inputs, fresh, self.config.bandwidth, self.config.global_tokens)
-        return window.attend(_normalise_near), window.new_state()
+    def attend_after(self, q, k, v, state, *, scale, key_mask):
+        (out, _), _, window = state.attend(q, k, v, scale, key_mask)
+        return out.to(q.dtype), window
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
@@ -59,10 +60,6 @@ class BandAttention(Mechanism):
 
     def multiply_adds(self, length, causal):
         return near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
-
-
-def _normalise_near(parts: list[Partial], rows: slice) -> Tensor:
-    return normalise(parts[0])
 
 
 register_mechanism("band", BandConfig, BandAttention)

@@ -1,7 +1,6 @@
 """What every mechanism is: an `nn.Module` called on q, k, v, with a fast path and its naive definition."""
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -9,28 +8,14 @@ from torch import Tensor, nn
 
 from ..features import FeatureMap
 from ..features.maps import RandomFeatures
-from ..ops import (
-    FarField,
-    Inputs,
-    Partial,
-    State,
-    add_key,
-    allowed_pairs,
-    attend_in_blocks,
-    attend_to_all,
-    attend_to_past,
-    linear_multiply_adds,
-    normalise,
-    normalised_weights,
-    read_state,
-    visible_keys,
-)
-from ..ops.naive import repeat_heads
+from ..ops import State, Sums, causal_linear_attention, linear_attention, linear_multiply_adds
+from ..ops.naive import allowed_pairs, normalised_weights, repeat_heads
+from ..ops.packing import unpack
 from .config import MechanismConfig
 
 
 class Mechanism(nn.Module):
-    """Base of all mechanisms: checks and scales its inputs, computes in float32 (or more), and casts back.
+    """Base of all mechanisms: checks its inputs, computes in float32 (or more), and casts back.
 
     Subclasses define `attend` (fast), `dense_weights` (its naive definition), `new_state` and `attend_after` (the same
     token by token, for generation) and `multiply_adds`.
@@ -47,27 +32,36 @@ class Mechanism(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
 
-    def attend(self, inputs: Inputs) -> Tensor:
-        """Attention output `[B, H, Lq, D]`; there are as many queries as keys when causal."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        key_mask: Tensor | None,
+        causal: bool,
+        segments: Tensor | None,
+    ) -> Tensor:
+        """Attention output `[B, H, Lq, D]`. When causal there are as many queries as keys; segments are causal."""
+        raise NotImplementedError
+
+    def attend_after(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, scale: float, key_mask: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """Causal attention of new tokens after those in `state`; and the new state, in which the old one is reused or
+        not.
+        """
+        raise NotImplementedError
+
+    def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
+        """The state of generation before the first token."""
         raise NotImplementedError
 
     def dense_weights(
         self, x: Tensor, y: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None
     ) -> Tensor:
         """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`; x and y carry the scale."""
-        raise NotImplementedError
-
-    def new_state(
-        self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> dict[str, Tensor]:
-        """Tensors of a fixed size, the batch first, that hold all a causal query needs to know of the past."""
-        raise NotImplementedError
-
-    def attend_after(self, inputs: Inputs, state: dict[str, Tensor], fresh: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Causal attention of new tokens after those in `state`, which is `fresh` if empty; and the new state.
-
-        Without gradients the tensors of `state` may be written to.
-        """
         raise NotImplementedError
 
     def multiply_adds(self, length: int, causal: bool) -> int:
@@ -89,55 +83,54 @@ class Mechanism(nn.Module):
         causal: bool = False,
         scale: float | None = None,
         segments: Tensor | None = None,
+        state: State | None = None,
     ) -> Tensor:
         """Attention of queries `[B, H, Lq, D]` over keys and values `[B, Hkv, Lk, D]` → `[B, H, Lq, Dv]`.
 
         `key_mask` `[B, Lk]`: True for keys that exist. `causal`: the last query stands at the last key. `scale`: of
         the scores, 1/sqrt(D) by default. `segments` `[B, L]`: numbers of packed sequences, each contiguous, that must
         not see each other.
-        """
-        inputs = self._inputs(q, k, v, key_mask, causal, scale, segments)
-        ahead = k.shape[2] - q.shape[2] if causal else 0
-        if ahead:  # queries of the past were answered before: stand-ins keep positions aligned
-            inputs = inputs._replace(q=torch.cat([q.new_zeros(*q.shape[:2], ahead, q.shape[3]), q], dim=2))
-        with torch.autocast(q.device.type, enabled=False):
-            return self.attend(inputs)[:, :, ahead:]
 
-    def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: dict[str, Tensor],
-        *,
-        key_mask: Tensor | None = None,
-        scale: float | None = None,
-        fresh: bool = False,
-    ) -> Tensor:
-        """Causal attention of the next tokens of sequences whose past is in `state`, which is updated in place.
-
-        However the tokens are cut into calls, the outputs are those of one call over all of them. `key_mask` `[B, L]`:
-        of the new keys. `fresh`: promises an empty state and saves reading it.
-
-        Gradients reach the new tokens, not the past.
+        `state`, from `new_state`, makes these the next tokens of sequences whose past it holds, and takes them in, in
+        place. However tokens are cut into calls, the outputs are those of one causal call over all of them. Gradients
+        reach the new tokens, not the past.
 
         >>> from hf_rfattn import build_mechanism
         >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)
         >>> q = k = v = torch.randn(1, 2, 5, 8)
         >>> state = mechanism.new_state(1, 8, q.dtype, q.device)
-        >>> steps = [mechanism.extend(*(x[:, :, t : t + 1] for x in (q, k, v)), state) for t in range(5)]
+        >>> steps = [mechanism(*(x[:, :, t : t + 1] for x in (q, k, v)), state=state) for t in range(5)]
         >>> torch.allclose(torch.cat(steps, dim=2), mechanism(q, k, v, causal=True), atol=1e-5)
         True
         """
-        inputs = self._inputs(q, k, v, key_mask, True, scale, None)
+        _check_inputs(self, q, k, v, key_mask, causal or state is not None, segments)
+        scale = _checked_scale(q, scale)
+        key_mask = None if key_mask is None else key_mask.to(torch.bool)
+        if q.numel() == 0 or k.numel() == 0:  # no sequences, or no tokens
+            return (0 * q[..., :1]).expand(-1, -1, -1, v.shape[3])
         with torch.autocast(q.device.type, enabled=False):
-            # autograd keeps what it reads, and the state is about to be overwritten
-            past = {name: value.clone() for name, value in state.items()} if torch.is_grad_enabled() else state
-            out, new = self.attend_after(inputs, past, fresh)
-        with torch.no_grad():
-            for name, value in new.items():
-                if value is not state[name]:
-                    state[name].copy_(value)
+            if state is not None:
+                if segments is not None:
+                    raise ValueError("segments cannot go on from a state; give each packed sequence a row of its own.")
+                past = state.map(torch.clone) if torch.is_grad_enabled() else state  # autograd keeps what it reads
+                out, new = self.attend_after(q, k, v, past, scale=scale, key_mask=key_mask)
+                state.copy_(new)
+                return out
+            if not causal and segments is not None:
+                return self._attend_unpacked(q, k, v, scale, key_mask, segments)
+            ahead = k.shape[2] - q.shape[2] if causal else 0
+            if ahead:  # queries of the past were answered before: stand-ins keep positions aligned
+                q = torch.cat([q.new_zeros(*q.shape[:2], ahead, q.shape[3]), q], dim=2)
+            out = self.attend(q, k, v, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
+            return out[:, :, ahead:] if ahead else out
+
+    def _attend_unpacked(self, q, k, v, scale: float, key_mask: Tensor | None, segments: Tensor) -> Tensor:
+        """Bidirectional attention of packed sequences, each in a row of its own."""
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        for group in unpack(segments):
+            mask = group.inside if key_mask is None else group.inside & key_mask[group.row, group.position]
+            part = self.attend(*map(group.take, (q, k, v)), scale=scale, key_mask=mask, causal=False, segments=None)
+            out = group.put(out, part)
         return out
 
     def attention_weights(
@@ -151,22 +144,19 @@ class Mechanism(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The same attention as a dense matrix `[B, H, Lq, Lk]`, quadratic: to look at, to test against."""
-        inputs = self._inputs(q, k, k, key_mask, causal, scale, segments)
-        x, y = (z.to(inputs.dtype) * inputs.root for z in (q, k))
-        with torch.autocast(q.device.type, enabled=False):
-            return self.dense_weights(x, y, inputs.key_mask, causal, segments).to(q.dtype)
-
-    def _inputs(self, q, k, v, key_mask, causal, scale, segments) -> Inputs:
-        _check_inputs(self, q, k, v, key_mask, causal, segments)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if not scale > 0:
-            raise ValueError(f"scale must be positive, not {scale!r}: features are of sqrt(scale) q and sqrt(scale) k.")
+        _check_inputs(self, q, k, k, key_mask, causal, segments)
+        root = math.sqrt(_checked_scale(q, scale))
+        x, y = (z.to(torch.promote_types(z.dtype, torch.float32)) * root for z in (q, k))
         key_mask = None if key_mask is None else key_mask.to(torch.bool)
-        return Inputs(q, k, v, math.sqrt(scale), key_mask, causal, segments)
+        with torch.autocast(q.device.type, enabled=False):
+            return self.dense_weights(x, y, key_mask, causal, segments).to(q.dtype)
 
-    def held(self) -> list[Tensor]:
-        """The parameters and buffers that attention reads."""
-        return [*self.parameters(), *(b for b in self.buffers() if b.is_floating_point())]
+
+def _checked_scale(q: Tensor, scale: float | None) -> float:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale!r}: features are of sqrt(scale) q and sqrt(scale) k.")
+    return scale
 
 
 def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, segments) -> None:
@@ -203,86 +193,34 @@ class LinearMechanism(Mechanism):
         super().__init__(config, **shape)
         self.feature_map = feature_map
 
-    def far_field(self, joint: bool = False) -> FarField:
-        """The feature map as the operators take it; `joint` if its products are added to something else."""
-        phi = self.feature_map
-        return FarField(
-            queries=(lambda x, scale: phi(x, "query", scale)) if joint else phi.queries_of_a_quotient,
-            keys=lambda y, scale: phi(y, "key", scale),
-            num_features=phi.num_features,
-            scales=phi.num_features if phi.scale_per_feature else 1,
-        )
+    def attend(self, q, k, v, *, scale, key_mask, causal, segments):
+        phi_q, phi_k = (self.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+        if not causal:
+            return linear_attention(q, k, v, phi_q, phi_k, key_mask)
+        both = None if segments is None else (segments, segments)
+        return causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, both)[0]
 
-    def attend(self, inputs):
-        if self.feature_map.scale_per_feature and not inputs.causal and inputs.segments is None:
-            return attend_to_all(inputs, self.far_field(), self.held())
-        if self.feature_map.scale_per_feature and inputs.causal:
-            return attend_to_past(inputs, self.far_field(), held=self.held())[0]
-        finish = self.normaliser(visible_keys(inputs) if not self.feature_map.positive else None)
-        return attend_in_blocks(inputs, finish, far=[self.far_field()], held=self.held())[0]
-
-    def normaliser(self, count: Tensor | None) -> Callable[[list[Partial], slice], Tensor]:
-        """Divides, with the floor that signed maps need: `count` `[B, 1, L, 1]` are the keys each query sees."""
-
-        def finish(parts: list[Partial], rows: slice) -> Tensor:
-            floor = self.floor(parts[0].numerator)
-            if floor is not None and count is not None:
-                floor = floor * (count[:, :, rows] if count.shape[2] > 1 else count)
-            return normalise(parts[0], floor)
-
-        return finish
+    def attend_after(self, q, k, v, state, *, scale, key_mask):
+        phi_q, phi_k = (self.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+        out, _, state = causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, sums=state)
+        return out, state
 
     def new_state(self, batch, value_dim, dtype, device):
-        *_, features, scales = self.far_field()
-        like = torch.empty((), dtype=dtype, device=device)
-        shape = {"features": features, "scales": scales, "value_dim": value_dim}
-        state = State.empty(batch, self.num_kv_heads, **shape, like=like)._asdict()
-        if not self.feature_map.positive:  # for the floor of the denominator
-            state["count"] = like.new_zeros(batch, 1, 1, 1)
-        return state
-
-    def attend_after(self, inputs, state, fresh):
-        past = State(state["log_scale"], state["outer"], state["total"])
-        new: dict[str, Tensor] = {}
-        count = None
-        if not self.feature_map.positive:
-            count = state["count"] + visible_keys(inputs)
-            new["count"] = count[:, :, -1:]
-        finish = self.normaliser(count)
-        if inputs.q.shape[2] == 1 and not torch.is_grad_enabled():
-            x, y = (z.to(inputs.dtype) * inputs.root for z in (inputs.q, inputs.k))
-            k = self.feature_map(y, "key")
-            k = k if inputs.key_mask is None else k.only(inputs.key_mask[:, None, :, None])
-            add_key(past, k, inputs.v.to(inputs.dtype))
-            out = finish([read_state(self.feature_map.queries_of_a_quotient(x), past)], slice(0, 1)).to(inputs.q.dtype)
-            return out, new | past._asdict()
-        if self.feature_map.scale_per_feature:
-            out, joined = attend_to_past(inputs, self.far_field(), None if fresh else past, self.held())
-            return out, joined._asdict()
-        states = None if fresh else [past]
-        out, (joined,) = attend_in_blocks(inputs, finish, far=[self.far_field()], states=states, held=self.held())
-        return out, new | joined._asdict()
+        return Sums.of_none(self.feature_map("key"), (batch, self.num_kv_heads, value_dim), dtype, device)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
-        q, k = self.feature_map(x, "query"), self.feature_map(y, "key")
-        scores = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
+        phi_q, phi_k = self.feature_map("query"), self.feature_map("key")
+        q, k = phi_q.exactly(x), phi_k.exactly(y)
+        scores = q.dense() @ repeat_heads(k.dense(), x.shape[1]).mT
         allowed = allowed_pairs(x.shape[2], y.shape[2], key_mask, causal, segments, device=x.device)
-        return normalised_weights(scores, allowed, self.floor(x))
-
-    def floor(self, x: Tensor) -> Tensor | None:
-        """The feature map's floor of the denominator for each query head, `[H, 1, 1]`, like x in dtype and device."""
-        floor = self.feature_map.floor()
-        if floor is None:
-            return None
-        per_head = torch.as_tensor(floor, dtype=x.dtype, device=x.device).reshape(-1)
-        return per_head.repeat_interleave(self.num_heads // len(per_head))[:, None, None]
+        floor = None
+        if phi_q.floor is not None:  # a unit of weight
+            floor = phi_q.floor.to(x).expand(self.num_kv_heads, 1, 1).repeat_interleave(x.shape[1] // y.shape[1], 0)
+            floor = floor * torch.exp(q.log + repeat_heads(k.log, x.shape[1]).mT)
+        return normalised_weights(scores, allowed, floor)
 
     def multiply_adds(self, length, causal):
-        return self.far_multiply_adds(length, causal)
-
-    def far_multiply_adds(self, length: int, causal: bool, outside: int | None = None) -> int:
-        """The same where a near field takes the keys at distance `outside` or less."""
-        products = linear_multiply_adds(length, self.feature_map.num_features, self.head_dim, causal, outside)
+        products = linear_multiply_adds(length, self.feature_map.num_features, self.head_dim, causal)
         return 2 * length * self.feature_map.multiply_adds() + products
 
 

@@ -64,19 +64,15 @@ class FavorAttention(LinearMechanism):
             "hadamard_blocks": config.hadamard_blocks,
             "antithetic": config.antithetic,
         }
+        sizes, interval = (num_kv_heads, count, head_dim, seed), config.redraw_interval
         feature_map: FeatureMap
         if config.trainable:
-            feature_map = LearnedPositiveFeatures(num_heads, num_kv_heads, count, head_dim, seed, **draw)
+            feature_map = LearnedPositiveFeatures(num_heads, *sizes, **draw)
+        elif config.kernel == "relu":
+            feature_map = ReluFeatures(*sizes, redraw_interval=interval, **draw)
         else:
-            feature_map = (ReluFeatures if config.kernel == "relu" else PositiveFeatures)(
-                num_kv_heads,
-                count,
-                head_dim,
-                seed,
-                optimal=config.variance == "optimal",
-                redraw_interval=config.redraw_interval,
-                **draw,
-            )
+            optimal = config.variance == "optimal"
+            feature_map = PositiveFeatures(*sizes, optimal=optimal, redraw_interval=interval, **draw)
         super().__init__(
             config,
             feature_map,

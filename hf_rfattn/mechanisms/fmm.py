@@ -9,30 +9,18 @@ NeurIPS 2021.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import (
-    Inputs,
-    Partial,
-    State,
-    allowed_pairs,
-    attend_in_blocks,
-    combine,
-    merge,
-    normalise,
-    normalised_weights,
-    summarise,
-)
-from ..ops.banded_attention import global_keys, with_global_rows
-from ..ops.naive import masked_softmax, repeat_heads
+from ..ops import State, Sums, causal_linear_attention, global_keys, merge, with_global_rows
+from ..ops.naive import allowed_pairs, masked_softmax, normalised_weights, repeat_heads
 from .base import LinearMechanism, Mechanism
 from .config import MechanismConfig, check_at_least
-from .near_field import Window, global_part, near_multiply_adds, near_pairs
+from .near_field import Window, near_attention, near_multiply_adds, near_pairs
 from .registry import mechanism_class, register_mechanism, resolve_config
 
 
@@ -63,6 +51,16 @@ class FmmConfig(MechanismConfig):
                 raise ValueError(f"far takes linear mechanisms such as 'favor+', 'elu', 'hedgehog', not {far!r}.")
 
 
+@dataclass
+class FmmState(State):
+    """The window of the near field, and the sums of each far field: over all keys, or if joint over those that have
+    left the window.
+    """
+
+    window: Window
+    far: list[Sums]
+
+
 class FmmAttention(Mechanism):
     handles_cross_attention = False
     config: FmmConfig
@@ -83,80 +81,84 @@ class FmmAttention(Mechanism):
     def _far(self) -> list[LinearMechanism]:
         return [cast(LinearMechanism, m) for m in self.far]
 
-    def _log_weight(self, term: int, dtype: torch.dtype) -> Tensor:
-        return self.log_weights[:, term, None, None].to(dtype)  # [H, 1, 1]
+    def _log_weight(self, term: int, like: Tensor) -> Tensor:
+        return self.log_weights[:, term, None, None].to(like)  # [H, 1, 1]
 
-    def attend(self, inputs):
+    def attend(self, q, k, v, *, scale, key_mask, causal, segments):
         config = self.config
-        joint = config.normalizer == "joint"
-        out, _ = attend_in_blocks(
-            inputs,
-            self._joint if joint else self._near,
-            bandwidth=config.bandwidth,
-            far=[far.far_field(joint=True) for far in self._far()] if joint else (),
-            apart=joint,
-            far_mask=self._not_global(inputs) if joint else None,
-            extra=global_part(inputs, config.global_tokens, config.bandwidth),
-            held=self.held(),
-        )
-        if not joint:
-            out = self._add_far(out, (far.attend(inputs) for far in self._far()))
-        return with_global_rows(out, inputs, config.global_tokens)
+        masks = {"scale": scale, "key_mask": key_mask, "causal": causal, "segments": segments}
+        near = near_attention(q, k, v, config.bandwidth, config.global_tokens, **masks)
+        if config.normalizer == "separate":
+            out = self._sum(near[0], [far.attend(q, k, v, **masks) for far in self._far()], q.dtype)
+        else:
+            fars = [self._far_attention(far, q, k, v, **masks) for far in self._far()]
+            out = self._merge(near, fars, q.dtype)
+        if config.global_tokens and not causal:
+            out = with_global_rows(out, q, k, v, config.global_tokens, scale=scale, key_mask=key_mask)
+        return out
 
-    def _add_far(self, out: Tensor, terms: Iterable[Tensor]) -> Tensor:
+    def _sum(self, near: Tensor, fars: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Separate terms, each with a denominator of its own."""
-        dtype = torch.promote_types(out.dtype, torch.float32)
-        total = out.to(dtype)
-        for number, term in enumerate(terms, start=1):
-            total = torch.addcmul(total, self._log_weight(number, dtype).exp(), term.to(dtype))
-        return total.to(out.dtype)
+        exact = torch.promote_types(dtype, torch.float32)
+        total = near.to(exact) * self._log_weight(0, near.to(exact)).exp()
+        for number, term in enumerate(fars, start=1):
+            total = torch.addcmul(total, self._log_weight(number, total).exp(), term.to(exact))
+        return total.to(dtype)
 
-    def _joint(self, parts: list[Partial], rows: slice) -> Tensor:
+    def _merge(self, near: tuple[Tensor, Tensor], fars: list[list[tuple[Tensor, Tensor]]], dtype) -> Tensor:
         """One denominator for all."""
-        weights = [self._log_weight(term, part.numerator.dtype).exp() for term, part in enumerate(parts)]
-        weighted = zip(parts, weights, strict=True)
-        return normalise(merge(*(Partial(p.numerator * w, p.denominator * w, p.log_scale) for p, w in weighted)))
+        weighted = [
+            (out.to(lse.dtype), lse + self._log_weight(number, lse))
+            for number, parts in enumerate([[near], *fars])
+            for out, lse in parts
+        ]
+        return merge(*weighted)[0].to(dtype)
 
-    def _near(self, parts: list[Partial], rows: slice) -> Tensor:
-        """The near field alone, as one term of separate ones."""
-        return self._log_weight(0, parts[0].numerator.dtype).exp() * normalise(parts[0])
+    def _far_attention(self, far, q, k, v, *, scale, key_mask, causal, segments) -> list[tuple[Tensor, Tensor]]:
+        """What a far field says of the keys outside the band that are not global: of those before and those after."""
+        count, length = self.config.global_tokens, k.shape[2]
+        key_mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        if count:
+            key_mask = key_mask & ~global_keys(length, count, key_mask, causal, segments, k.device)
+        parts = [self._keys_before(far, q, k, v, scale, key_mask, segments)]
+        if not causal:
+            q, k, v = (x.flip(2) for x in (q, k, v))
+            out, lse = self._keys_before(far, q, k, v, scale, key_mask.flip(1), None)
+            parts.append((out.flip(2), lse.flip(2)))
+        return parts
+
+    def _keys_before(self, far, q, k, v, scale, key_mask, segments) -> tuple[Tensor, Tensor]:
+        """Causal attention to the keys that lie more than the bandwidth behind: to keys that come so much later."""
+        lag = min(self.config.bandwidth + 1, k.shape[2])
+        late = slice(0, k.shape[2] - lag)
+        k, v = (F.pad(x[:, :, late], (0, 0, lag, 0)) for x in (k, v))
+        key_mask = F.pad(key_mask[:, late], (lag, 0))
+        if segments is not None:
+            segments = segments, torch.cat([segments[:, :1].expand(-1, lag), segments[:, late]], dim=1)
+        phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+        out, lse, _ = causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments)
+        return out, lse + phi_q.offset(q.to(lse.dtype))
 
     def new_state(self, batch, value_dim, dtype, device):
-        sizes = batch, value_dim, dtype, device
-        state = Window.new(self, self.config.bandwidth, self.config.global_tokens, *sizes)
-        for term, far in enumerate(self._far(), start=1):
-            state |= {f"far{term}.{name}": value for name, value in far.new_state(*sizes).items()}
-        return state
+        config, like = self.config, torch.empty((), dtype=dtype, device=device)
+        sizes = batch, self.num_kv_heads, self.head_dim, value_dim
+        window = Window.new(*sizes, config.bandwidth, config.global_tokens, like)
+        return FmmState(window, [far.new_state(batch, value_dim, dtype, device) for far in self._far()])
 
-    def attend_after(self, inputs, state, fresh):
-        window = Window(state, inputs, fresh, self.config.bandwidth, self.config.global_tokens)
-        new = window.new_state()
-        pasts = [
-            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-            for prefix in (f"far{term}." for term in range(1, 1 + len(self.far)))
-        ]
-        if self.config.normalizer == "joint":
-            states = [State(past["log_scale"], past["outer"], past["total"]) for past in pasts]
-            fields = [far.far_field(joint=True) for far in self._far()]
-            out = window.attend(self._joint, fields, states, self.held())
-            leaving = window.leaving()
-            afters = [combine(s, summarise(leaving, f))._asdict() for s, f in zip(states, fields, strict=True)]
-        else:
-            near = window.attend(self._near, held=self.held())
-            found = [far.attend_after(inputs, past, fresh) for far, past in zip(self._far(), pasts, strict=True)]
-            out = self._add_far(near, (term for term, _ in found))
-            afters = [after for _, after in found]
-        for term, after in enumerate(afters, start=1):
-            new |= {f"far{term}.{name}": value for name, value in after.items()}
-        return out, new
-
-    def _not_global(self, inputs: Inputs) -> Tensor | None:
-        """The keys that a joint far field sees: all but the global ones, which are exact."""
-        if not self.config.global_tokens:
-            return None
-        length, mask = inputs.k.shape[2], inputs.key_mask
-        chosen = global_keys(length, self.config.global_tokens, mask, inputs.causal, inputs.segments, inputs.k.device)
-        return (~chosen if mask is None else mask & ~chosen).expand(inputs.k.shape[0], -1)
+    def attend_after(self, q, k, v, state, *, scale, key_mask):
+        near, (keys, values, taken), window = state.window.attend(q, k, v, scale, key_mask)
+        pairs = list(zip(self._far(), state.far, strict=True))
+        if self.config.normalizer == "separate":
+            found = [far.attend_after(q, k, v, sums, scale=scale, key_mask=key_mask) for far, sums in pairs]
+            out = self._sum(near[0], [term for term, _ in found], q.dtype)
+            return out, FmmState(window, [sums for _, sums in found])
+        fars, sums = [], []
+        for far, past in pairs:
+            phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+            out, lse, after = causal_linear_attention(q.to(keys.dtype), keys, values, phi_q, phi_k, taken, sums=past)
+            fars.append([(out, lse + phi_q.offset(q.to(lse.dtype)))])
+            sums.append(after)
+        return self._merge(near, fars, q.dtype), FmmState(window, sums)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
@@ -175,15 +177,16 @@ class FmmAttention(Mechanism):
             return torch.where(chosen[:, None, :, None], masked_softmax(scores, allowed), out)
         joint = weight[:, 0] * scores.exp().masked_fill(~near, 0)
         for term, far in enumerate(self._far(), start=1):
-            q, k = far.feature_map(x, "query"), far.feature_map(y, "key")
+            q, k = far.feature_map("query").exactly(x), far.feature_map("key").exactly(y)
             products = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
             joint = joint + weight[:, term] * products.masked_fill(near, 0)
         return normalised_weights(joint, allowed)
 
     def multiply_adds(self, length, causal):
         near = near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
-        outside = self.config.bandwidth if self.config.normalizer == "joint" else None
-        return near + sum(far.far_multiply_adds(length, causal, outside) for far in self._far())
+        if self.config.normalizer == "separate":
+            return near + sum(far.multiply_adds(length, causal) for far in self._far())
+        return near + sum((1 if causal else 2) * far.multiply_adds(length, True) for far in self._far())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

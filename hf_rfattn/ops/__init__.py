@@ -1,42 +1,30 @@
-"""Pure functions on `[B, H, L, D]` tensors; beside the fast ones stands their naive definition (`ops.naive`)."""
+"""Pure functions on `[B, H, L, D]` tensors; `ops.naive` has the dense definition of each."""
 
-from .banded_attention import exact_attention, global_attention
-from .blocks import FarField, summarise
-from .blockwise import attend_in_blocks
-from .causal import attend_to_past
+from .banded import banded_attention, global_attention, with_global_rows
+from .causal import TILE, causal_linear_attention, linear_multiply_adds
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
-from .inputs import Inputs, visible_keys
-from .linear_attention import TILE, Features, State, add_key, combine, linear_multiply_adds, read_state
-from .naive import allowed_pairs, normalised_weights
-from .partial import Partial, merge, normalise
-from .scratch import product
-from .softmax_attention import softmax_attention
-from .two_softmaxes import attend_to_all
+from .linear import FeatureFunction, Features, Sums, linear_attention, summarise
+from .masks import global_keys
+from .softmax import attend, merge, softmax_attention
+from .state import State
 
 __all__ = [
     "TILE",
-    "FarField",
+    "FeatureFunction",
     "Features",
-    "Inputs",
-    "Partial",
     "State",
-    "add_key",
-    "allowed_pairs",
-    "attend_in_blocks",
-    "attend_to_all",
-    "attend_to_past",
-    "combine",
-    "exact_attention",
+    "Sums",
+    "attend",
+    "banded_attention",
+    "causal_linear_attention",
     "global_attention",
+    "global_keys",
     "hadamard_matrix",
+    "linear_attention",
     "linear_multiply_adds",
     "merge",
-    "normalise",
-    "normalised_weights",
-    "product",
-    "read_state",
     "softmax_attention",
     "summarise",
-    "visible_keys",
     "walsh_hadamard_transform",
+    "with_global_rows",
 ]

@@ -36,12 +36,12 @@ def allowed_pairs(
 def normalised_weights(scores: Tensor, allowed: Tensor, floor: Tensor | None = None) -> Tensor:
     """Each row of the allowed `scores` divided by its sum; rows with nothing allowed are zero.
 
-    `floor` (a magnitude a visible key) guards rows of signed scores whose sum nearly vanishes.
+    `floor`, a magnitude for each pair, guards rows of signed scores whose sum nearly vanishes.
     """
     scores = scores.masked_fill(~allowed, 0)
     total = scores.sum(-1, keepdim=True)
     if floor is not None:
-        least = floor * allowed.sum(-1, keepdim=True)
+        least = (floor * allowed).sum(-1, keepdim=True)
         total = torch.where(total < 0, -1.0, 1.0) * torch.maximum(total.abs(), least)
     return scores / total.masked_fill(total == 0, 1)
 

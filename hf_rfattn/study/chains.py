@@ -116,7 +116,7 @@ class MrfStudy(Study):
             features = chain.random_features(point.features, independent=independent, seed=number)
             found[kind] = float(chain.log_partition(features) - exact) / (point.length - 1)
         phi_map = chain.random_features(point.features, seed=number)
-        phi = phi_map(e[None, None], "query").dense()[0, 0]
+        phi = phi_map("query").exactly(e[None, None]).dense()[0, 0]
         scores, estimate = torch.exp(e @ e.T), phi @ phi.T
         logs = torch.log(estimate.sum(-1) / scores.sum(-1))
         found["denominators"] = float(logs.abs().mean())

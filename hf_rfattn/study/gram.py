@@ -110,7 +110,7 @@ class GramStudy(Study):
         ).double()
         normal = draw(projection, phi_map.projection.shape, generator)
         use_projection(phi_map, frequencies(kernel, normal))
-        phi = phi_map(points.expand(1, self.draws, -1, -1), "query").factor
+        phi = phi_map("query").exactly(points.expand(1, self.draws, -1, -1)).factor
         if phi is None:
             raise ValueError("Fourier features have a factor.")
         return (phi @ phi.mT)[0]

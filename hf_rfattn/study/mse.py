@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 from ..features import FourierFeatures, PositiveFeatures
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
-from ..ops import normalised_weights
+from ..ops.naive import normalised_weights
 from .base import Advance, Result, Study, text_table
 from .intervals import Interval, effective_count, mean_interval, ratio_interval
 from .mse_report import (
@@ -185,11 +185,11 @@ class Draw:
         else:
             feature_map = FourierFeatures(1, M, self.dim, (0,), projection="iid", normalize_qk=False)
         use_projection(feature_map, draw(projection, feature_map.projection.shape, self.generator))
-        scores = feature_map(self.x, "query").dense() @ feature_map(self.y, "key").dense().mT
-        floor = feature_map.floor()
-        weights = normalised_weights(
-            scores, torch.ones_like(scores, dtype=torch.bool), None if floor is None else torch.as_tensor(floor)
-        )
+        phi = feature_map("query")
+        q, k = phi.exactly(self.x), feature_map("key").exactly(self.y)
+        scores = q.dense() @ k.dense().mT
+        floor = None if phi.floor is None else phi.floor * torch.exp(q.log + k.log.mT)
+        weights = normalised_weights(scores, torch.ones_like(scores, dtype=torch.bool), floor)
         exact_weights = self.exact / self.exact.sum(-1, keepdim=True)
         return {"scores": _relative(scores, self.exact), "weights": _relative(weights, exact_weights)}
 

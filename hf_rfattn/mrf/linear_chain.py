@@ -27,9 +27,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Generator, Tensor
 
-from .features import FeatureMap, PositiveFeatures
-from .features.maps import RandomFeatures
-from .ops.chains import Factors, ScaledMatrix, SignedLog, exact_step, largest, tree_product
+from ..features import FeatureMap, PositiveFeatures
+from ..features.maps import RandomFeatures
+from .products import Factors, ScaledMatrix, SignedLog, exact_step, largest, tree_product
 
 Method = Literal["serial", "matrices", "tree"]
 Step = Callable[[SignedLog], SignedLog]
@@ -365,7 +365,7 @@ class LinearChainMRF:
                 f"{transitions} transitions, and needs 1 draw for all or {transitions}."
             )
         source, target = (e.expand(draws, -1, -1),) * 2 if e.dim() == 2 else (e[:-1], e[1:])
-        queries, keys = features(source.unsqueeze(0), "query"), features(target.unsqueeze(0), "key")
+        queries, keys = features("query").exactly(source.unsqueeze(0)), features("key").exactly(target.unsqueeze(0))
         return Factors.of(queries.map(lambda x: x[0]), keys.map(lambda x: x[0]))
 
 

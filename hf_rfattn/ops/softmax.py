@@ -1,0 +1,123 @@
+"""Exact softmax attention that also gives its log-sum-exp, so that parts of it can be computed apart and merged."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autograd import traced
+from .naive import allowed_pairs
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """out_i = Σ_j P_ij v_j with P_ij = exp(scale · q_iᵀk_j + bias_ij - lse_i), and lse `[B, H, Lq, 1]`.
+
+    Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `bias` broadcasts to `[B, H, Lq, Lk]` and is -inf where
+    a query does not see a key. One that sees none has out = 0 and lse = -inf. O(Lq · Lk · D), for few queries or keys.
+    """
+    B, H, L = q.shape[:3]
+    if k.shape[1] != H:
+        k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
+    if _has_fused_kernel(q, k, v):
+        mask = None if bias is None else bias.expand(B, H, L, k.shape[2])
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=scale
+        )
+        lse = lse.unsqueeze(-1)
+        if bias is not None:  # the kernel says 0 where no key is seen
+            lse = lse.masked_fill((bias == -torch.inf).all(-1, keepdim=True), -torch.inf)
+        return out, lse
+    scores = q @ (scale * k).mT
+    return softmax_of_scores(scores if bias is None else scores + bias, v)
+
+
+def softmax_of_scores(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from scores `[..., Lq, Lk]`, which are -inf where a query does not see a key."""
+    largest = scores.detach().amax(-1, keepdim=True)
+    weights = exp_of_difference(scores, largest)
+    total = weights.sum(-1, keepdim=True)
+    return (weights @ v) / above_zero(total), finite(largest) + log_or_inf(total)
+
+
+def _has_fused_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """torch's kernel for CPUs knows its log-sum-exp, but not the gradient of it, and divides by sizes of zero."""
+    return (
+        q.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not traced()
+        and q.shape[-1] == v.shape[-1]
+        and min(q.numel(), k.numel()) > 0
+    )
+
+
+def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of all parts, which are disjoint: (out, lse) from the (out, lse) of each.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
+    >>> out, lse = merge(attend(q, k[:, :, :3], v[:, :, :3]), attend(q, k[:, :, 3:], v[:, :, 3:]))
+    >>> torch.allclose(out, attend(q, k, v)[0], atol=1e-6)
+    True
+    """
+    if len(parts) == 1:
+        return parts[0]
+    largest = parts[0][1].detach()
+    for _, lse in parts[1:]:
+        largest = torch.maximum(largest, lse.detach())
+    weights = [exp_of_difference(lse, largest) for _, lse in parts]
+    total = weights[0]
+    out = parts[0][0] * weights[0]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        total = total + weight
+        out = torch.addcmul(out, part, weight)
+    return out / above_zero(total), finite(largest) + log_or_inf(total)
+
+
+_LOG2_E = math.log2(math.e)
+
+
+def exp_of_difference(log: Tensor, offset: Tensor) -> Tensor:
+    """exp(log - offset), a new tensor, zero where log is -inf.
+
+    By powers of two: torch computes exponentials of e at half the speed on a CPU, and at a fortieth where they
+    underflow, as those of real heads do.
+    """
+    return torch.add(finite(offset) * -_LOG2_E, log, alpha=_LOG2_E).exp2_()
+
+
+def finite(log: Tensor) -> Tensor:
+    """The same offset with a number in place of -inf (nothing there) that can be scaled, and subtracted from -inf."""
+    return log.clamp(min=torch.finfo(log.dtype).min / 4)
+
+
+def above_zero(total: Tensor) -> Tensor:
+    """A denominator with 1 in place of 0."""
+    return total.masked_fill(total == 0, 1.0)
+
+
+def log_or_inf(total: Tensor) -> Tensor:
+    """The logarithm, -inf and without gradient at 0."""
+    return above_zero(total).log().masked_fill(total == 0, -torch.inf)
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """What everything here is measured against: exact attention `[B, H, L, D]` with the masks of mechanisms, by torch's
+    own fused kernel; rows with no visible key give zeros.
+    """
+    mask = None
+    if key_mask is not None and not causal and segments is None:
+        mask = key_mask[:, None, None, :]
+    elif key_mask is not None or segments is not None or (causal and q.shape[2] != k.shape[2]):
+        mask = allowed_pairs(q.shape[2], k.shape[2], key_mask, causal, segments, device=q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
