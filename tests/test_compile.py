@@ -8,6 +8,7 @@ from test_mechanisms import build, draw_qkv
 from variants import over
 
 from hf_rfattn import patch_model
+from hf_rfattn.bench.compile_time import Settings, measure_compile_time
 
 LENGTHS = (37, 64, 100, 151, 97)
 
@@ -96,3 +97,11 @@ def test_export_with_dynamic_length(name):
         inputs = {"input_ids": torch.randint(50, (2, size)), "attention_mask": torch.ones(2, size, dtype=torch.long)}
         inputs["attention_mask"][0, :4] = 0
         torch.testing.assert_close(hidden(program, **inputs), hidden(model, **inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_the_benchmark_of_compile_times():
+    """Softmax and favor+ need two programs for three lengths, and no graph breaks."""
+    result = measure_compile_time(Settings(lengths=(32, 48, 64), backend="eager"))
+    assert [row["attention"] for row in result["rows"]] == ["softmax", "favor+"]
+    for row in result["rows"]:
+        assert row["programs"] == [1, 2, 2] and row["graph_breaks"] == 0

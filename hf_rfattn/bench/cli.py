@@ -23,6 +23,7 @@ from ..commands import errors_without_traceback, parse_choices, parse_numbers
 app = typer.Typer(name="bench", help="Measure speed and memory on this machine.", no_args_is_help=True)
 
 CONTEXTS, BATCHES = "1024,4096,16384,32768", "1,4"
+COMPILE_LENGTHS = "128,256,384,512"
 MODEL_LENGTHS = "128,512,1024,2048,4096"
 LENGTHS, FEATURES = "128,256,384,512,768,1024,2048,4096,8192,16384", "64,128,256"
 DIRECTIONS = {"bidirectional": False, "causal": True}
@@ -270,6 +271,35 @@ def model(
             for table in tables(result):
                 console.print(table)
             _say_what_happened(result, files, console)
+
+
+@app.command("compile")
+def compile_time(
+    context: typer.Context,
+    lengths: Annotated[str, typer.Option(help="Input lengths, in the order in which they come.")] = COMPILE_LENGTHS,
+    attention: Annotated[
+        list[str] | None,
+        typer.Option(help="A mechanism of `hf-rfattn list`, or several between commas; favor+ by default."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Of torch.compile: inductor, aot_eager, eager.")] = "inductor",
+    threads: Threads = None,
+    output: Annotated[Path, typer.Option(help="Folder for compile.json.")] = Path("bench_out"),
+    seed: Annotated[int, typer.Option(help="Of weights, tokens and random features.")] = 0,
+) -> None:
+    """Time of torch.compile at each new input length: softmax and mechanisms."""
+    with errors_without_traceback():
+        from .compile_time import Settings, measure_compile_time, table
+        from .contenders import named_configs
+        from .results import write_result
+
+        names = list(named_configs(_names(attention) or ["favor+"]))
+        settings = Settings(parse_numbers("--lengths", lengths, COMPILE_LENGTHS), names, backend, threads, seed)
+        console = Console()
+        with _progress(console) as progress:
+            result = measure_compile_time(settings, progress)
+        write_result({**result, "command": _command(context)}, output / "compile.json")
+    console.print(table(result))
+    console.print(f"Written: {output / 'compile.json'}", highlight=False, soft_wrap=True)
 
 
 def _names(options: list[str] | None) -> list[str]:
