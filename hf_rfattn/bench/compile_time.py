@@ -41,7 +41,7 @@ def measure_compile_time(settings: Settings, advance: Callable[[float, str], Any
     names = [SOFTMAX, *settings.attention]
     rows = []
     with threads(settings.threads):
-        result = new_result("bench_compile", seed=settings.seed)
+        result = new_result("bench compile", seed=settings.seed)
         for number, name in enumerate(names):
             rows.append(_measure(name, settings, advance, number / len(names)))
     result |= {"model": {"name": f"bert-shaped, {LAYERS} layers, random weights"}, "backend": settings.backend}

@@ -23,7 +23,7 @@ class FavorConfig(MechanismConfig):
     `num_features`: length of φ, by default the head size. `projection`: how the rows of ω repel each other.
     `hadamard_blocks`: factors H·D of the Hadamard product. `kernel`: "softmax", or "relu" for the generalised attention
     of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
-    `hf_rfattn.calibrate` measures. `redraw_interval`: training steps between new draws; None keeps the first.
+    `hf_rfattn.calibrate` measures. `redraw_interval`: optimizer steps between new draws; None keeps the first.
     `trainable`: ω, of queries and of keys, starts at the draw and is learned, and so is a temperature; no new ω are
     drawn then.
     """

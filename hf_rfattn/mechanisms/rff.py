@@ -25,7 +25,7 @@ class RffConfig(MechanismConfig):
     orthogonal for the Gaussian and iid for the others, whose frequencies are independent by coordinate.
     `hadamard_blocks`: factors H·D of the Hadamard product. `form`: pairs of sine and cosine, or cosines with a random
     phase. `normalize_qk`: unit queries and keys with a learned temperature; without it features are signed and
-    unbounded, and the error is large. `redraw_interval`: training steps between new draws; None keeps the first.
+    unbounded, and the error is large. `redraw_interval`: optimizer steps between new draws; None keeps the first.
     """
 
     num_features: int | None = None

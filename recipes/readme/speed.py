@@ -39,6 +39,8 @@ def whole(documents: Documents, page: Page) -> str:
     for name, document in of_kind(documents, "bench decode"):
         plot = page.image(name, "Time of a token and bytes of cache by context")
         paragraphs += [*_decode(name, document, page), plot]
+    for name, document in of_kind(documents, "bench compile"):
+        paragraphs += _compile(name, document, page)
     return "\n\n".join(paragraphs or [NOTHING])
 
 
@@ -258,3 +260,17 @@ def _decode(name: str, document: dict[str, Any], page: Page) -> Iterator[str]:
         rows.append([attention, *("–" if cell is None else f"{cell['ms_per_token']['median']:.1f}" for cell in row)])
     yield table(["", *(f"{context:,} tokens" for context in document["contexts"])], rows)
     yield "Softmax is transformers' default cache, which copies all keys and values for every token."
+
+
+def _compile(name: str, document: dict[str, Any], page: Page) -> Iterator[str]:
+    yield (
+        f"**torch.compile** ({document['backend']}): {document['model']['name']}, without gradients, on "
+        f"{measured_on(document)}: seconds of the first call at each input length, in this order ({page.link(name)}; "
+        f"{made_by(document)})."
+    )
+    rows = [
+        [row["attention"], *(f"{seconds:.1f}" for seconds in row["seconds"]), str(row["programs"][-1])]
+        for row in document["rows"]
+    ]
+    yield table(["", *(f"{length:,} tokens" for length in document["lengths"]), "programs"], rows)
+    yield "The second program serves all lengths after the first."
