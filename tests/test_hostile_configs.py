@@ -111,3 +111,11 @@ def test_what_the_weights_do_not_have_is_never_drawn(document, tmp_path, monkeyp
     monkeypatch.setattr(torch.linalg, "qr", lambda *a, **k: pytest.fail("a projection was drawn"))
     with pytest.raises(ValueError, match=r"mechanism tensors"):
         AutoModel.from_pretrained(tmp_path)
+
+
+def test_nesting_is_bounded_without_a_checkpoint():
+    document = {"mechanism": "favor+"}
+    for _ in range(5000):
+        document = {"mechanism": "fmm", "far": [document]}
+    with pytest.raises(ValueError, match="nested"):
+        build_mechanism(document, num_heads=2, head_dim=8)

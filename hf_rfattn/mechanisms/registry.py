@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Mechanism
-from .config import MechanismConfig, check_options, did_you_mean
+from .config import MechanismConfig, check_nesting, check_options, did_you_mean
 
 
 class _Entry(typing.NamedTuple):
@@ -75,6 +75,7 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
         mechanism_class(attention)
         return attention.replace(**options)
     if isinstance(attention, Mapping):
+        check_nesting(attention)
         document = dict(attention)
         name = document.pop("mechanism", None)
         if not isinstance(name, str):
