@@ -34,6 +34,7 @@ OPTIONS = [
     ("fmm", {"bandwidth": 5, "normalizer": "joint", "far": (FavorConfig(trainable=True),)}),
     ("fmm", {"bandwidth": 3, "normalizer": "joint", "global_tokens": 2, "far": "elu"}),
     ("fmm", {"bandwidth": 3, "global_tokens": 2, "far": ("elu", "tanh")}),
+    ("fmm", {"bandwidth": 3, "normalizer": "joint", "far": (FavorConfig(kernel="relu"),)}),
 ]
 
 

@@ -58,6 +58,11 @@ def causal_linear_attention(
     """
     sums = Sums.before(phi_k, v) if sums is None else sums
     arguments = q, k, v, phi_q, phi_k, key_mask, segments, tuple(sums.tensors())
+    if q.shape[2] == 1:  # a step of generation
+        x, y, u = (z.to(compute_dtype(q)) for z in (q, k, v))
+        context = Context.of(slice(0, 1), key_mask, segments)
+        out, log_d, *after = _attend_by_steps(phi_q(x), phi_k(y), u, context, sums, phi_q.floor)
+        return out.to(q.dtype), log_d, Sums(*after)
     if not phi_q.positive or traced():
         out, log_d, *after = _attention(*arguments)
     elif (found := differentiate(_CausalAttention, *arguments)) is not None:
@@ -263,7 +268,9 @@ def _attend_block(
     return few & (scale > -torch.inf), out, log_d, *after.tensors()
 
 
-def _attend_by_steps(q: Features, k: Features, u: Tensor, context: Context, state: Sums) -> tuple[Tensor, ...]:
+def _attend_by_steps(
+    q: Features, k: Features, u: Tensor, context: Context, state: Sums, floor: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """The same key by key, as in generation: exact whatever the size of the features, and slow."""
     k, before = k.only(context.visible), None
     outs, logs = [], []
@@ -276,7 +283,7 @@ def _attend_by_steps(q: Features, k: Features, u: Tensor, context: Context, stat
             before = theirs[:, now]
         state = state.plus(Sums.of(k.rows(now), u[:, :, now]))
         query = q.rows(now)
-        out, log = state.read(query), state.log_sum(query)
+        out, log = state.read(query, floor), state.log_sum(query)
         if before is not None:
             mine = own[:, now] == before
             out, log = out * mine, log.masked_fill(~mine, -torch.inf)
@@ -404,9 +411,6 @@ def _backward_of_tiles(lx, ly, u, context, state, g, shift, log_d, d_outer, d_to
     totals, d_total = decayed_sums((phi * shift).sum(-2).neg_().unsqueeze(-1), decay, d_total, backward=True)
     d_v += psi @ outers
     d_k.addcmul_((v @ outers.mT).add_(totals.mT), psi)
-    d_q, d_k, d_v = (
-        tiles.rows(d_q, heads, length),
-        tiles.rows(d_k, ly.shape[1], length),
-        tiles.rows(d_v, u.shape[1], length),
-    )
+    kv_heads = u.shape[1]
+    d_q, d_k, d_v = (tiles.rows(d, h, length) for d, h in ((d_q, heads), (d_k, kv_heads), (d_v, kv_heads)))
     return d_q, d_k, d_v, d_outer, d_total

@@ -145,10 +145,13 @@ class Sums(State):
         return ungroup((phi @ self.outer) / floored(phi @ self.total, least), q.factor.shape[1])
 
     def log_sum(self, q: Features) -> Tensor:
-        """log φ(x)ᵀz of queries, `[B, H, L, 1]`, -inf where nothing has mass; for logarithms of features."""
-        mass = self.landmarks()[0]
-        log = torch.logsumexp(group(q.log, mass.shape[1]) + mass, -1, keepdim=True)
-        return ungroup(log.masked_fill(log < torch.finfo(log.dtype).min / 8, -torch.inf), q.log.shape[1])
+        """log φ(x)ᵀz of queries, `[B, H, L, 1]`, -inf where it is zero (or, of signed features, negative)."""
+        heads, kv_heads = q.log.shape[1], self.outer.shape[1]
+        if q.factor is not None:
+            log = log_or_inf((group(q.factor, kv_heads) @ self.total).clamp(min=0)) + self.log_scale
+            return ungroup(log, heads) + q.log
+        log = torch.logsumexp(group(q.log, kv_heads) + self.landmarks()[0], -1, keepdim=True)
+        return ungroup(log.masked_fill(log < torch.finfo(log.dtype).min / 8, -torch.inf), heads)
 
 
 def read_landmarks(log: Tensor, mass: Tensor, mean: Tensor) -> Tensor:
