@@ -41,7 +41,7 @@ compat:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) .ci/compat $(ARGS)
 
 upstream: $(VENV)/.upstream
-	$(BIN)/python .ci/upstream/run.py $(TRANSFORMERS:%=--checkout %) $(ARGS)
+	$(BIN)/python .ci/upstream/upstream.py $(TRANSFORMERS:%=--checkout %) $(ARGS)
 
 demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/python recipes/demo.py $(ARGS)

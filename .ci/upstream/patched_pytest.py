@@ -131,14 +131,14 @@ class Recorder:
         if report.failed:
             test |= {"outcome": "failed", "message": str(getattr(report.longrepr, "reprcrash", report.longrepr))}
         elif report.skipped and not hasattr(report, "context"):  # a subtest has a context
-            test |= {"outcome": "skipped", "message": str(report.longrepr[2])}
+            test |= {"outcome": "skipped", "message": str(report.longrepr)}
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.tests[nodeid]["patched"] += PATCHED.stat().st_size
         for process in multiprocessing.active_children():  # of a test that timed out
             process.kill()
-        if sys.__stderr__.isatty() or len(self.tests) in (self.total // 2, self.total):
-            print(f"  {len(self.tests)} of {self.total} tests", end="\r", file=sys.__stderr__, flush=True)
+        if sys.__stderr__.isatty():
+            print(f"{ATTENTION}: {len(self.tests)} of {self.total} tests", end="\r", file=sys.__stderr__, flush=True)
 
     def pytest_sessionfinish(self) -> None:
         document = {"tests": self.tests, "refusals": refusals}
