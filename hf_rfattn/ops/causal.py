@@ -361,9 +361,9 @@ class _CausalAttention(torch.autograd.Function):
                 found = _backward_of_tiles(lx, ly, u, context, state, g, shift, log, d_outer, d_total)
             d_lx, d_ly, dv[:, :, rows], d_outer, d_total = found
             dq[:, :, rows], dk[:, :, rows] = queries.pull(d_lx), keys.pull(d_ly)
-        d_sums = None, d_outer, d_total
-        d_segments = None if segments is None else (None, None)
-        return None, *tree_leaves((dq, dk, dv, queries.found(), keys.found(), None, d_segments, d_sums))
+        d_tokens = dq if queries.used else None, dk if keys.used else None
+        d_segments, d_sums = None if segments is None else (None, None), (None, d_outer, d_total)
+        return None, *tree_leaves((*d_tokens, dv, queries.found(), keys.found(), None, d_segments, d_sums))
 
 
 def _backward_by_steps(lx, ly, u, context, state, gradients) -> list[Any]:

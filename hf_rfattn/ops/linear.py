@@ -300,7 +300,8 @@ class _PositiveAttention(torch.autograd.Function):
             d_logs = (v[:, :, rows].to(dtype) @ d_mean.mT).sub_(shift).mul_(weights)
             dv[:, :, rows] = weights @ d_mean
             dk[:, :, rows] = keys.pull(d_logs)
-        return None, *tree_leaves((dq, dk, dv, queries.found(), keys.found(), None))
+        d_tokens = dq if queries.used else None, dk if keys.used else None
+        return None, *tree_leaves((*d_tokens, dv, queries.found(), keys.found(), None))
 
 
 class FeatureGradients:
@@ -310,6 +311,7 @@ class FeatureGradients:
         self.tensors = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in phi.tensors]
         self.phi = phi._replace(tensors=tuple(self.tensors))
         self.sums: list[Tensor | None] = [None] * len(self.tensors)
+        self.used = False  # whether features depend on tokens at all
 
     def logs(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         """log φ of a block of tokens, -inf for those that are not `visible`."""
@@ -323,6 +325,7 @@ class FeatureGradients:
         """The gradient of those tokens, from that of their log-features."""
         if not self.log.requires_grad:
             return torch.zeros_like(self.x)
+        self.used = True
         learned = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
         with torch.autocast(gradient.device.type, enabled=False):
             inputs = [self.x, *(t for t in self.tensors if t is not None and t.requires_grad)]
