@@ -54,10 +54,11 @@ def test_everything_in_the_speed_part_comes_from_results(tmp_path):
     (folder / "peers.json").write_text(json.dumps(with_peers))
     for name, (_, parts) in make_readme.PAGES.items():
         marked = "".join(f"before\n<!-- {part}:start -->\nold\n<!-- {part}:end -->\nafter\n" for part in parts)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(marked)
 
     make_readme.main(tmp_path)
-    readme, page = ((tmp_path / name).read_text() for name in make_readme.PAGES)
+    readme, page, _ = ((tmp_path / name).read_text() for name in make_readme.PAGES)
     assert "before\n<!-- speed:start -->\n**One" in page and "\n<!-- speed:end -->\nafter\n" in page
     for text in (readme, page):
         assert "old" not in text and document["hardware"]["cpu"] in text and "1 thread, torch" in text

@@ -1,6 +1,7 @@
-"""The part on transformers' own tests: how many pass with every model patched, and why the others do not."""
+"""The part on transformers' own tests: how many pass with every model patched, and why the others fail."""
 
 from collections import Counter
+from typing import Any
 
 from .markdown import Documents, Page, made_by, table
 
@@ -8,43 +9,35 @@ RESULT = "upstream.json"
 
 
 def whole(documents: Documents, page: Page) -> str:
-    """Tests that pass, by model and mechanism, and the reasons of the others."""
+    """Tests that pass by model and mechanism, and those that fail by reason."""
     if RESULT not in documents:
         return "Nothing has been tested yet."
     document = documents[RESULT]
-    rows = document["rows"]
-    attentions = list(dict.fromkeys(row["attention"] for row in rows))
-
-    def cells(model: str | None) -> list[str]:
-        chosen = [[r for r in rows if r["attention"] == name and model in (None, r["model"])] for name in attentions]
-        passed = [f"{_sum(each, 'passed'):,} of {_sum(each, 'counted'):,}" for each in chosen]
-        return [f"{_sum(chosen[0], 'passed_unpatched'):,}", *passed]
-
-    models = dict.fromkeys(row["model"] for row in rows)
-    counts = [[model, *cells(model)] for model in models] + [["all", *cells(None)]]
-    reasons = {
-        name: Counter(why for r in rows if r["attention"] == name for why in r["failed"].values())
-        for name in attentions
-    }
-    ordered = [why for why, _ in sum(reasons.values(), Counter()).most_common()]
+    passed: Counter[tuple[str, str]] = Counter()
+    counted: Counter[tuple[str, str]] = Counter()
+    failed: Counter[tuple[str, str]] = Counter()
+    for row in document["rows"]:
+        for model in (row["model"], "all"):
+            passed[model, row["attention"]] += row["passed"]
+            counted[model, row["attention"]] += row["counted"]
+        failed.update((why, row["attention"]) for why in row["failed"].values())
+    attentions = list(dict.fromkeys(row["attention"] for row in document["rows"]))
+    models = [*dict.fromkeys(row["model"] for row in document["rows"]), "all"]
+    reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
+    tests = [[model, *(f"{passed[model, a]:,} of {counted[model, a]:,}" for a in attentions)] for model in models]
     return "\n\n".join(
         [
-            f"{made_by(document)} with {_tested(document)}.",
-            table(["tests of", "pass unpatched", *(f"pass with {name}" for name in attentions)], counts),
-            "The tests that fail, by reason:",
+            f"{made_by(document)} with {_tested(document)}:",
+            table(["tests that pass", *attentions], tests),
             table(
-                ["reason", *attentions], [[why, *(str(reasons[name][why]) for name in attentions)] for why in ordered]
+                ["tests that fail", *attentions], [[why, *(str(failed[why, a]) for a in attentions)] for why in reasons]
             ),
         ]
     )
 
 
-def _sum(rows: list[dict], key: str) -> int:
-    return sum(row[key] for row in rows)
-
-
-def _tested(document: dict) -> str:
+def _tested(document: dict[str, Any]) -> str:
     versions, checkout = document["versions"], document["checkout"]
-    packages = f"transformers {versions['transformers']}, torch {versions['torch']}"
-    commit = f"tests of commit {checkout['commit'][:10]}" if checkout["commit"] else "tests of a folder without git"
-    return f"{packages}, {commit}" + (f" ({checkout['note']})" if checkout["note"] else "")
+    commit = f"tests of commit {checkout['commit'][:10]}" if checkout["commit"] else "tests outside git"
+    note = f" ({checkout['note']})" if checkout["note"] else ""
+    return f"transformers {versions['transformers']}, torch {versions['torch']}, {commit}{note}"
