@@ -5,10 +5,11 @@ from .checkpoint import install
 from .error import AttentionError, attention_error, calibrate
 from .patching import patch_model, unpatch_model
 from .positions import extend_positions
-from .redraw import redraw
+from .redraw import keep_draws_when_averaging, redraw
 
 register()
 install()
+keep_draws_when_averaging()
 
 __all__ = [
     "AttentionError",

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel
 
 from ..features import LearnedPositiveFeatures
 from ..mechanisms.base import random_maps
@@ -74,3 +75,20 @@ def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, 
         schedule = reference()
         if schedule is not None and not (schedule.trained and schedule.trained.isdisjoint(updated)):
             schedule.stepped = True
+
+
+def keep_draws_when_averaging() -> None:
+    """Let `AveragedModel(use_buffers=True)` copy random draws, which have no average, from the model."""
+    original = AveragedModel.update_parameters
+    if hasattr(original, "rfattn_original"):
+        return
+
+    @functools.wraps(original)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        original(self, model)
+        for mine, theirs in zip(random_maps(self.module), random_maps(model), strict=False):
+            for name, value in theirs.named_buffers(recurse=False):
+                mine.get_buffer(name).copy_(value)
+
+    update_parameters.rfattn_original = original  # type: ignore[attr-defined]
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
