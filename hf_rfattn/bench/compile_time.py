@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 from rich.table import Table
 from transformers import BertConfig, BertModel
 
@@ -40,7 +41,7 @@ def measure_compile_time(settings: Settings, advance: Callable[[float, str], Any
     """First calls of a compiled encoder with random weights, without gradients, at lengths in the given order."""
     names = [SOFTMAX, *settings.attention]
     rows = []
-    with threads(settings.threads):
+    with threads(settings.threads), inductor.patch(force_disable_caches=True):  # not what an earlier run compiled
         result = new_result("bench compile", seed=settings.seed)
         for number, name in enumerate(names):
             rows.append(_measure(name, settings, advance, number / len(names)))
