@@ -131,7 +131,7 @@ def without_folders(document: Mapping[str, Any]) -> dict[str, Any]:
     In its command and options only what it calls its model and its data keeps a slash, since any other name may be a
     path on this machine; elsewhere what is clearly a path shrinks to its last part.
 
-    >>> words = ["python", "../work/train.py", "--data=sets/snli", "--model=me/bert"]
+    >>> words = ["python", "../code/train.py", "--data=sets/snli", "--model=me/bert"]
     >>> without_folders({"model": "me/bert", "command": words})["command"]
     ['python', 'train.py', '--data=snli', '--model=me/bert']
     """

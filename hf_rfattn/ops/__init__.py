@@ -3,7 +3,7 @@
 from .banded import banded_attention, global_attention, with_global_rows
 from .causal import TILE, causal_linear_attention, linear_multiply_adds
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
-from .linear import FeatureFunction, Features, Sums, linear_attention, summarise
+from .linear import FeatureFunction, Features, Sums, linear_attention
 from .masks import global_keys
 from .softmax import attend, merge, softmax_attention
 from .state import State
@@ -24,7 +24,6 @@ __all__ = [
     "linear_multiply_adds",
     "merge",
     "softmax_attention",
-    "summarise",
     "walsh_hadamard_transform",
     "with_global_rows",
 ]
