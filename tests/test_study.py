@@ -104,8 +104,9 @@ def test_tables_and_conclusions_come_from_the_document_alone(finished):
 
 def test_a_study_repeats_itself(finished, bert):
     study, result, _ = finished
-    again = run_study(small(study.name, bert), None)
-    assert study.name == "time" or again["rows"] == result["rows"]
+    if study.name == "time":
+        pytest.skip("no two timings are the same")
+    assert run_study(small(study.name, bert), None)["rows"] == result["rows"]
 
 
 def test_full_studies_are_larger():
