@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import option_value
-from ..integration.patching import SOFTMAX, parse_layers
+from ..integration.patching import SOFTMAX
+from ..integration.spec import parse_layers
 from ..mechanisms import resolve_config
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
