@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from result_documents import make_checkpoint, speed, task
+from support.documents import make_checkpoint, speed, task
 
 from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in
 from hf_rfattn.results import new_result, number, parse_result, read_results, results_fingerprint

@@ -10,8 +10,7 @@ import pytest
 from readme import studies
 from readme.guide import guide
 from readme.markdown import Page
-from test_bench_ops import QUICK as QUICK_OPS
-from test_cli import run
+from support.commands import QUICK_OPS, run
 
 from hf_rfattn.study import STUDIES
 

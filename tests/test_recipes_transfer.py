@@ -12,8 +12,8 @@ import torch
 import training.distill
 import training.run
 import transformers
-from recipe_models import forget_processes, make_bert, make_gpt2, run_here
 from safetensors.torch import load_file
+from support.recipes import forget_processes, make_bert, make_gpt2, run_here
 from training.distill import Teacher, make_teacher
 from training.lora import add_adapters, without_adapters
 from training.options import RunOptions
