@@ -5,17 +5,17 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import tiny_gpt2
-from result_documents import make_checkpoint
-from test_cli import failure, run
+from support.commands import failure, run
+from support.documents import make_checkpoint
+from support.models import tiny_gpt2
 
 from hf_rfattn.bench import model, model_report
 from hf_rfattn.bench.crossover import find_crossover
 from hf_rfattn.bench.decode import share_weights
 from hf_rfattn.bench.model import Settings, load_model, measure_model, speed_documents
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.documents import SpeedResult, parse_result
 from hf_rfattn.mechanisms import resolve_config
+from hf_rfattn.results import SpeedResult, parse_result
 
 QUICK = ("--lengths", "64,32", "--repetitions", 2, "--threads", 1)
 

@@ -7,17 +7,16 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from test_cli import failure, run
+from support.commands import QUICK_OPS, failure, run
 
-from hf_rfattn import build_mechanism
-from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers, plotting, results
-from hf_rfattn.bench.crossover import find_crossover, measured_crossover
+from hf_rfattn import build_mechanism, results
+from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers
+from hf_rfattn.bench.crossover import find_crossover
 from hf_rfattn.bench.limits import Product, matrix_products, other_parts, run_products
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, repetitions_apart
 from hf_rfattn.mechanisms import resolve_config
-
-SHAPE = ("--heads", 2, "--head-dim", 8)
-QUICK = (*SHAPE, "--repetitions", 2, "--memory-length", 0, "--threads", 1)
+from hf_rfattn.results import measured_crossover
+from hf_rfattn.results import plots as plotting
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,7 @@ def result(tmp_path_factory):
     """One run with two mechanisms, of which one has features to choose, through the command line."""
     output = tmp_path_factory.mktemp("bench") / "new"
     asked = ("--lengths", "64,32,48", "--features", "16,8", "--attention", "performer,band")
-    text = run("bench", "ops", *asked, *QUICK, "--output", output)
+    text = run("bench", "ops", *asked, *QUICK_OPS, "--output", output)
     return json.loads((output / "ops.json").read_text()) | {"text": text, "output": output}
 
 
@@ -281,12 +280,10 @@ def test_a_crossover_is_marked_where_the_lines_cross():
 @pytest.mark.parametrize("panels", [1, 2])
 def test_title_and_legend_are_no_wider_than_the_figure(processor, panels):
     figure = Figure(figsize=(5.6 * panels, 5.4), layout="constrained")
-    lines = [
-        axes.plot([1, 2], [1, 2], label=f"matrix products of favor+, M = {2**i}")[0]
-        for i, axes in enumerate(figure.subplots(1, 8))
-    ]
+    for i, axes in enumerate(figure.subplots(1, 8)):
+        axes.plot([1, 2], [1, 2], label=f"matrix products of favor+, M = {2**i}")
     title = f"Time of one attention layer, 12 heads of 64, bfloat16, {processor}, 2 threads"
-    plotting.title_and_legend(figure, title, {line.get_label(): line for line in lines})
+    plotting.title_and_legend(figure, title)
     renderer = FigureCanvasAgg(figure).get_renderer()
     (legend,) = figure.legends
     for part in (figure._suptitle, legend):
@@ -303,7 +300,7 @@ def test_what_fails_its_check_is_reported_and_not_timed(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ops, "mechanism", wrong)
     asked = ("--lengths", 32, "--dtypes", "float32", "--directions", "causal", "--passes", "forward")
-    text = run("bench", "ops", *asked, "--attention", "linear,band", *QUICK, "--output", tmp_path)
+    text = run("bench", "ops", *asked, "--attention", "linear,band", *QUICK_OPS, "--output", tmp_path)
     found = json.loads((tmp_path / "ops.json").read_text())
     assert {cell["name"] for cell in found["cells"]} == {"softmax", "band"}
     assert [check["name"] for check in found["checks"] if not check["passed"]] == ["linear"]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import MODELS, tiny_bert
-from recipe_models import tokenizer
-from test_conversion import lively, make_batches
+from support.conversion import make_batches
+from support.models import MODELS, lively, tiny_bert
+from support.word_tokenizers import tiny_tokenizer
 from transformers import AutoModel, BartConfig, BartModel, ModernBertConfig, ModernBertModel
 
 from hf_rfattn import BandConfig, attention_error, choose_attention, patch_model, unpatch_model
@@ -87,9 +87,9 @@ def test_softmax_where_nothing_is_close_or_cheap_enough():
 
 
 def test_texts_with_a_tokenizer():
-    words = tokenizer()
+    words = tiny_tokenizer()
     model = lively(tiny_bert(vocab_size=len(words)))
-    texts = ["a b c d e f g", "b c d"]
+    texts = ["the good film the bad film", "the film"]
     choice = choose_attention(model, texts, words, budget=10.0, candidates=["average"])
     batch = words(texts, padding=True, return_tensors="pt")
     assert choice.length == batch["input_ids"].shape[1]
