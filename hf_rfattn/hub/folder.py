@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import option_value
-from ..integration.patching import parse_layers
+from ..integration.spec import parse_layers
 from ..mechanisms import resolve_config
 from ..results import SOFTMAX, checkpoint_fingerprint, results_fingerprint, weight_files
 from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
