@@ -22,7 +22,7 @@ Reports, `report.py`: a report is a list of blocks, Heading, Paragraph, Bullets,
     number, spread_of, times        numbers as tables show them
 
 Plots, `plots.py` (matplotlib is imported when it is):
-    line_style, draw_line, log_log, mark_crossover, title_and_legend
+    line_style, draw_line, draw_rows, rate_line, log_log, mark_crossover, title_and_legend
 
 `crossover.py`: measured_crossover and crossover_text, the length from which on one thing is faster than another.
 
