@@ -7,7 +7,7 @@ The model, all-MiniLM-L6-v2, comes as a Python package (requirements-demo.txt), 
 This is `compare.py` with compare/demo.yaml, and after it the time of one attention layer by length.
 """
 
-from training.interrupt import one_line_if_interrupted  # isort: skip
+from training.messages import script  # isort: skip
 
 import sys
 from pathlib import Path
@@ -18,7 +18,6 @@ import typer
 from comparison.plan import FOLDER
 from comparison.report import crossing
 from rich.console import Console
-from training.run import told_at_once
 
 from hf_rfattn.bench import ops_report
 from hf_rfattn.bench.ops import Settings, measure_ops
@@ -29,15 +28,14 @@ LENGTHS = [128, 512, 2048, 4096]
 TIMED = ["favor+", "fmm", "hedgehog"]
 
 
-@one_line_if_interrupted("The same command continues from here.")
+@script("The same command continues from here.")
 def main(
     output: Annotated[Path, typer.Option(help="Folder for runs, models and report.")] = Path("demo_out"),
     model: Annotated[str, typer.Option(help="A BERT-like model's folder; by default the package's.")] = DEMO,
 ) -> None:
     """Compare kinds of attention on a small task, and time them by length."""
     console = Console(highlight=False)
-    with told_at_once():
-        folder = model_folder(model)
+    folder = model_folder(model)
     compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=[f"model={folder}"])
     times = time_by_length(output)
     console.print("\n[bold]What this means[/bold]")

@@ -3,7 +3,7 @@
 accelerate launch recipes/finetune_glue.py --task sst2 --model google-bert/bert-base-uncased --attention favor+
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass
 from typing import Literal

@@ -4,7 +4,7 @@ accelerate launch recipes/finetune_lm.py --model openai-community/gpt2 --attenti
 accelerate launch recipes/finetune_lm.py --from-scratch recipes/gpt2_mini.json --max-length 256 --learning-rate 1e-3
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 python recipes/finetune_snli.py --model google-bert/bert-base-uncased --attention favor+
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from metrics.glue.glue import Glue
 from training.classification import ClassificationTask, TextTask

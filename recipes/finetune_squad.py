@@ -4,7 +4,7 @@ accelerate launch recipes/finetune_squad.py --model google-bert/bert-base-uncase
 accelerate launch recipes/finetune_squad.py --version 2 --model google-bert/bert-base-uncased --attention fmm
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ import write_text
 from recipe_models import ROOT, environment, make_bert
 from safetensors import SafetensorError
 from test_cli import run
-from training import interrupt
+from training import messages
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
@@ -89,9 +89,9 @@ def test_scripts_that_typer_runs(script, tmp_path, monkeypatch):
 
 
 def test_other_errors_are_shown_as_ever(capsys):
-    interrupt._hook(KeyboardInterrupt, KeyboardInterrupt("Try again."), None)
+    messages._hook(KeyboardInterrupt, KeyboardInterrupt("Try again."), None)
     assert capsys.readouterr().err.endswith(": Interrupted. Try again.\n")
-    interrupt._hook(ValueError, ValueError("x"), None)
+    messages._hook(ValueError, ValueError("x"), None)
     assert capsys.readouterr().err == "ValueError: x\n"
 
 

@@ -14,11 +14,11 @@ import torch
 from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
-from training.batches import check_share
 from training.data import find_source
 from training.models import load_config
 from training.options import RunOptions, fields_as_arguments, parse_options
-from training.results import BUDGET
+from training.order import check_share
+from training.run import BUDGET
 
 from hf_rfattn import build_mechanism
 from hf_rfattn.bench.plotting import SOFTMAX
