@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,22 @@ UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
 class Loop:
     """One run of training.
 
-    `model` and `optimizer` are as accelerate has prepared them. `progress` says where to begin, and is kept up to date.
+    `model` and `optimizer` become what accelerate prepares of them. `started`: `time.perf_counter()` when this process
+    began. `found`: what the result file says of the run besides its progress.
     """
 
     session: Session
     task: Task
     prepared: Prepared
-    model: nn.Module
-    optimizer: Any
     order: TrainingOrder
     steps: int
-    evaluation: Mapping[str, DataLoader]
-    progress: RunProgress
-    started: float  # time.perf_counter() when this process began
-    teacher: Teacher | None = None
+    model: nn.Module
+    optimizer: Any
+    teacher: Teacher | None
+    started: float
+    found: dict[str, Any]
+    evaluation: Mapping[str, DataLoader] = field(default_factory=dict)
+    progress: RunProgress = field(default_factory=RunProgress)
 
     def __post_init__(self) -> None:
         self.options, self.output, self.accelerator = self.task.options, self.session.output, self.session.accelerator

@@ -2,15 +2,11 @@
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
@@ -30,7 +26,6 @@ from .session import Session, in_session
 from .task import Prepared, Task
 from .teaching import (
     Inputs,
-    Teacher,
     add_adapters,
     make_teacher,
     model_inputs,
@@ -45,23 +40,6 @@ BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", 
 WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # every process has the whole model
 
 
-@dataclass
-class Ready:
-    """All that training needs, checked. `attention` and `error` are those before training."""
-
-    session: Session
-    task: Task
-    prepared: Prepared
-    order: TrainingOrder
-    steps: int
-    optimizer: torch.optim.Optimizer
-    teacher: Teacher | None
-    attention: Any
-    error: dict[str, Any] | None
-    started: float
-    transferred: hf_rfattn.Conversion | None = None
-
-
 def main(task: type[Task[Options]], options: type[Options], description: str) -> None:
     """The `main` of a recipe."""
     with errors_as_messages():
@@ -73,13 +51,14 @@ def run(task: Task) -> Path:
     """Check, train, keep the model, write the result file; returns its path."""
 
     def work(session: Session) -> None:
-        ready = prepare(session, task)
-        finish(ready, train(ready))
+        loop = prepare(session, task)
+        train(loop)
+        finish(loop)
 
     return in_session(task.options, "task", work)
 
 
-def prepare(session: Session, task: Task) -> Ready:
+def prepare(session: Session, task: Task) -> Loop:
     """Load model and data. What the user got wrong is told here, before anything is written."""
     started, options, accelerator = time.perf_counter(), task.options, session.accelerator
     set_seed(options.seed)
@@ -90,90 +69,88 @@ def prepare(session: Session, task: Task) -> Ready:
     order, steps = plan(accelerator, prepared, options)
     check_space(session.output, sum(p.numel() for p in model.parameters()), options)
     teacher = make_teacher(accelerator.device, model, options)
-    error = None
-    if attention_of(model) != "softmax":
+    found: dict[str, Any] = {"attention": attention_of(model), "attention_error": None}
+    if found["attention"] != "softmax":
         if any(getattr(module, "optimal", False) for module in model.modules()):  # variance="optimal"
             hf_rfattn.calibrate(model, a_few(prepared, order))
-        error = short_error(model, a_few(prepared, order))
+        found["attention_error"] = {"before": short_error(model, a_few(prepared, order)), "after": None}
+    found["transfer"] = recorded_transfer(options.init)
     if options.transfer_steps and not mechanism_parameters(model):
         raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
     if options.lora_rank:
         add_adapters(model, options.lora_rank)
     optimizer = make_optimizer(model, options)
     help_sharding(accelerator, model, options)
-    return Ready(session, task, prepared, order, steps, optimizer, teacher, attention_of(model), error, started)
+    return Loop(session, task, prepared, order, steps, model, optimizer, teacher, started, found)
 
 
-def train(ready: Ready) -> Loop:
+def train(loop: Loop) -> None:
     """Attention transfer if asked for, then the loop, from the last state if there is one; keeps the model."""
-    session, task, prepared = ready.session, ready.task, ready.prepared
+    session, task, prepared = loop.session, loop.task, loop.prepared
     accelerator, options = session.accelerator, task.options
     session.open_output()
     state = latest_state(session.output) if options.resume else None
-    evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
-    history = before_training(ready, evaluation, fresh=state is None)
+    loop.evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
+    before_training(loop, fresh=state is None)
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model, optimizer = accelerator.prepare(prepared.model, ready.optimizer)
+    loop.model, loop.optimizer = accelerator.prepare(prepared.model, loop.optimizer)
     set_seed(options.seed, device_specific=True)  # from here on each process draws its own random numbers
-    progress = RunProgress(history=history) if state is None else load_state(accelerator, model, optimizer, state)
+    if state is not None:
+        loop.progress = load_state(accelerator, loop.model, loop.optimizer, state)
     session.say(
-        f"{task.name}: {len(prepared.examples['train'])} examples, {ready.steps} steps of {options.batch_size} on "
+        f"{task.name}: {len(prepared.examples['train'])} examples, {loop.steps} steps of {options.batch_size} on "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}"
-        + (f", from step {progress.step}" if state else "")
+        + (f", from step {loop.progress.step}" if state else "")
     )
     if options.report_to:
         accelerator.init_trackers("hf-rfattn", config={k: str(v) for k, v in vars(options).items()})
-    loop = Loop(
-        session, task, prepared, model, optimizer, ready.order, ready.steps, evaluation, progress, ready.started,
-        ready.teacher,
-    )  # fmt: skip
     loop.run()
     loop.keep_model()
-    return loop
 
 
-def before_training(ready: Ready, evaluation: Mapping[str, DataLoader], fresh: bool) -> list[dict[str, Any]]:
+def before_training(loop: Loop, fresh: bool) -> None:
     """Attention transfer; the history of a run that is not resumed begins with evaluations before and after it."""
-    session, task, prepared = ready.session, ready.task, ready.prepared
-    options, history = task.options, []
+    session, prepared, options = loop.session, loop.prepared, loop.options
     prepared.model.to(session.accelerator.device)
 
     def look(stage: str) -> None:
         if options.evaluate_first and fresh:
-            metrics = evaluate(session, task, prepared, prepared.model, evaluation)
-            history.append({"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}})
+            metrics = evaluate(session, loop.task, prepared, prepared.model, loop.evaluation)
+            entry = {"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}}
+            loop.progress.history.append(entry)
             session.say(f"{stage}: {as_text(metrics)}")
 
     look(STAGES[0])
     if options.transfer_steps:
-        ready.transferred = transfer(
+        done = transfer(
             prepared.model,
-            Inputs(prepared.train, prepared.collate, ready.order, session.accelerator),
+            Inputs(prepared.train, prepared.collate, loop.order, session.accelerator),
             {"learning_rate": options.transfer_learning_rate, "parts": options.transfer_parts},
             steps=options.transfer_steps,
-            measure=a_few(prepared, ready.order),
+            measure=a_few(prepared, loop.order),
             checkpoint=session.output / TRANSFER if options.save_every else None,
             save_every=options.save_every or options.transfer_steps,
         )
-        session.say(str(ready.transferred))
+        loop.found["transfer"] = transfer_document(done, options.batch_size)
+        session.say(str(done))
         look(STAGES[1])
-    return history
 
 
-def finish(ready: Ready, loop: Loop) -> None:
+def finish(loop: Loop) -> None:
     """The result file of the run, and the card of its model."""
-    session, task, prepared, progress = ready.session, ready.task, ready.prepared, loop.progress
+    session, task, prepared, progress = loop.session, loop.task, loop.prepared, loop.progress
     options, source, accelerator = task.options, prepared.source, session.accelerator
     if not accelerator.is_main_process:
         return
-    error = None if ready.error is None else {"before": ready.error, "after": error_after(loop)}
-    taught = ready.transferred and transfer_document(ready.transferred, options.batch_size)
-    found = {
+    model = accelerator.unwrap_model(loop.model)
+    whole = accelerator.distributed_type in WHOLE
+    if loop.found["attention_error"] and whole and loop.kept_step == progress.step:  # this is the model that was kept
+        loop.found["attention_error"]["after"] = short_error(model, a_few(prepared, loop.order))
+    measured = {
         "task": f"made-up {task.name}" if source.is_sample else task.name,  # no score of the real task
         "task_type": task.task_type,
         "dataset": source.document(", ".join(prepared.evaluation), fingerprint(prepared.examples)),
-        "attention": ready.attention,
         "metrics": loop.kept_metrics,
         "main_metric": task.main_metric,
         "budget": budget(options, prepared, loop.steps),
@@ -188,12 +165,11 @@ def finish(ready: Ready, loop: Loop) -> None:
         "stopped_early": progress.stopped_early,
         "kept_step": loop.kept_step,
         "history": progress.history,
-        "attention_error": error,
-        "transfer": taught or recorded_transfer(options.init),
         "options": as_document(options),
+        **loop.found,
         **prepared.facts,
     }
-    session.finish(found, task.name)
+    session.finish(measured, task.name)
 
 
 def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
@@ -241,15 +217,6 @@ def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: Run
 def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
     """The first examples of the training, as a batch without labels."""
     return model_inputs(prepared.train, prepared.collate, order.epoch(0)[:ERROR_EXAMPLES])
-
-
-def error_after(loop: Loop) -> dict[str, Any] | None:
-    """After training, where the model is in one piece and the one that was kept."""
-    model = loop.accelerator.unwrap_model(loop.model)
-    whole = loop.accelerator.distributed_type in WHOLE
-    if attention_of(model) == "softmax" or not whole or loop.kept_step != loop.progress.step:
-        return None
-    return short_error(model, a_few(loop.prepared, loop.order))
 
 
 def short_error(model: Any, batch: dict[str, Any]) -> dict[str, Any]:

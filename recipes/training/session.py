@@ -42,7 +42,7 @@ from .output import (
     output_lock,
 )
 
-PACKAGES = ("accelerate", "datasets", "tokenizers")
+PACKAGES = ("accelerate", "datasets", "evaluate", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
 
 
