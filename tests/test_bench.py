@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from conftest import tiny_gpt2, tiny_llama
-from test_cli import failure, run
+from support.commands import failure, run
+from support.models import tiny_gpt2, tiny_llama
 
 from hf_rfattn import mechanism_names, patch_model
 from hf_rfattn.bench import decode, decode_report, results

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import tiny_gpt2
-from result_documents import make_checkpoint
-from test_cli import failure, run
+from support.commands import failure, run
+from support.documents import make_checkpoint
+from support.models import tiny_gpt2
 
 from hf_rfattn.bench import model, model_report
 from hf_rfattn.bench.crossover import find_crossover

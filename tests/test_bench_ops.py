@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from test_cli import failure, run
+from support.commands import QUICK_OPS, failure, run
 
 from hf_rfattn import build_mechanism
 from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers, plotting, results
@@ -16,16 +16,13 @@ from hf_rfattn.bench.limits import Product, matrix_products, other_parts, run_pr
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, repetitions_apart
 from hf_rfattn.mechanisms import resolve_config
 
-SHAPE = ("--heads", 2, "--head-dim", 8)
-QUICK = (*SHAPE, "--repetitions", 2, "--memory-length", 0, "--threads", 1)
-
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """One run with two mechanisms, of which one has features to choose, through the command line."""
     output = tmp_path_factory.mktemp("bench") / "new"
     asked = ("--lengths", "64,32,48", "--features", "16,8", "--attention", "performer,band")
-    text = run("bench", "ops", *asked, *QUICK, "--output", output)
+    text = run("bench", "ops", *asked, *QUICK_OPS, "--output", output)
     return json.loads((output / "ops.json").read_text()) | {"text": text, "output": output}
 
 
@@ -303,7 +300,7 @@ def test_what_fails_its_check_is_reported_and_not_timed(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ops, "mechanism", wrong)
     asked = ("--lengths", 32, "--dtypes", "float32", "--directions", "causal", "--passes", "forward")
-    text = run("bench", "ops", *asked, "--attention", "linear,band", *QUICK, "--output", tmp_path)
+    text = run("bench", "ops", *asked, "--attention", "linear,band", *QUICK_OPS, "--output", tmp_path)
     found = json.loads((tmp_path / "ops.json").read_text())
     assert {cell["name"] for cell in found["cells"]} == {"softmax", "band"}
     assert [check["name"] for check in found["checks"] if not check["passed"]] == ["linear"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from result_documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, speed, task, write_results
+from support.documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, speed, task, write_results
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app

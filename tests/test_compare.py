@@ -13,8 +13,8 @@ import torch
 import yaml
 from compare import main as compare
 from comparison import launch, plan
-from recipe_models import make_bert, make_gpt2, run_apart
-from result_documents import make_checkpoint, task
+from support.documents import make_checkpoint, task
+from support.recipes import make_bert, make_gpt2, run_apart
 
 from hf_rfattn.hub.folder import checkpoint_fingerprint
 

@@ -13,7 +13,7 @@ from comparison.plots import best_of, crossover, pareto
 from comparison.report import report, row_options, write_report
 from comparison.summary import read_summary, summarise
 from readme import accuracy
-from result_documents import task
+from support.documents import task
 
 from hf_rfattn.bench.results import write_result
 from hf_rfattn.hub.documents import parse_result

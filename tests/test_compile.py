@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch._dynamo
-from conftest import hidden, tiny_bert, tiny_gpt2, tiny_llama
-from test_mechanisms import build, draw_qkv
-from variants import over
+from support.attention import build, draw_qkv
+from support.models import hidden, tiny_bert, tiny_gpt2, tiny_llama
+from support.variants import over
 
 from hf_rfattn import patch_model
 from hf_rfattn.bench.compile_time import Settings, measure_compile_time

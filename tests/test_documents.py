@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from result_documents import make_checkpoint, speed, task
+from support.documents import make_checkpoint, speed, task
 
 from hf_rfattn.bench.results import new_result
 from hf_rfattn.hub.comparison import number

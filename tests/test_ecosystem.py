@@ -9,18 +9,17 @@ import threading
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.models import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
+from support.variants import every_mechanism
+from support.word_tokenizers import tiny_tokenizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     pipeline,
 )
-from variants import every_mechanism
 
 from hf_rfattn import attention_error, calibrate, patch_model, unpatch_model
 from hf_rfattn.features.maps import RandomFeatures
@@ -187,13 +186,6 @@ def test_trainer_trains_the_mechanisms(tmp_path):
     assert torch.isfinite(torch.tensor(result.training_loss))
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert {n for n in before if ".rf." in n} <= changed
-
-
-def tiny_tokenizer():
-    words = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "good", "bad", "film", "the"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def test_pipeline():

@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 import torch._dynamo.testing
-from conftest import MODELS, tiny_bert, tiny_gpt2, tiny_llama
-from tiny_models import build
+from support.architectures import build
+from support.models import MODELS, tiny_bert, tiny_gpt2, tiny_llama
+from support.variants import DEFAULTS, OPTIONS, every_mechanism, over
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -24,7 +25,6 @@ from transformers import (
     Qwen2ForCausalLM,
     StaticCache,
 )
-from variants import DEFAULTS, OPTIONS, every_mechanism, over
 
 from hf_rfattn import build_mechanism, mechanism_names, patch_model, unpatch_model
 from hf_rfattn.integration.cache import RecurrentLayer

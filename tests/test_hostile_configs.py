@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 import torch
-from conftest import tiny_bert
+from support.models import tiny_bert
 from transformers import AutoModel
 
 from hf_rfattn import build_mechanism, patch_model

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import tiny_bert
+from support.models import tiny_bert
 
 from hf_rfattn import build_mechanism, patch_model
 from hf_rfattn.ops import softmax_attention

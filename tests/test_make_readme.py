@@ -12,8 +12,7 @@ from readme import studies
 from readme.aims import aims, said_of_aims
 from readme.guide import guide
 from readme.markdown import Page
-from test_bench_ops import QUICK as QUICK_OPS
-from test_cli import run
+from support.commands import QUICK_OPS, run
 
 from hf_rfattn.study import STUDIES
 

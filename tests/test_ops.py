@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from test_mechanisms import D, assert_same_with_gradients, build, definition, draw_qkv, tolerance_of
+from support.attention import D, assert_same_with_gradients, build, definition, draw_qkv, tolerance_of
+from support.variants import every_mechanism, every_variant, over
 from torch import nn
-from variants import every_mechanism, every_variant, over
 
 from hf_rfattn import build_mechanism, redraw
 from hf_rfattn.ops import attend, banded, linear, merge, softmax_attention

@@ -8,8 +8,8 @@ from pathlib import Path
 import convert
 import finetune_snli
 import pytest
-from recipe_models import forget_processes, make_bert, make_gpt2, run_here
-from result_documents import edit, make_checkpoint, measured_runs, write_results
+from support.documents import edit, make_checkpoint, measured_runs, write_results
+from support.recipes import forget_processes, make_bert, make_gpt2, run_here
 from training import sample
 from training.options import RunOptions
 from typer.testing import CliRunner

@@ -6,7 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
-from result_documents import edit, make_checkpoint, measured_runs, write_results
+from support.documents import edit, make_checkpoint, measured_runs, write_results
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app

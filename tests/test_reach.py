@@ -1,26 +1,23 @@
-"""Every architecture of tiny_models.py: what is patched works, keeps its masks and is undone; the rest is refused."""
+"""Every supported architecture: what is patched works, keeps its masks and is undone; the rest is refused."""
 
 import contextlib
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import (
-    END,
+from support.architectures import (
     REFUSED,
-    START,
     SUPPORTED,
     build,
     make_inputs,
     mechanism_calls,
-    mechanisms,
     outputs,
-    reach_table,
     tiny_config,
     token_streams,
     unpadded,
-    with_table,
 )
+from support.models import mechanisms
+from support.reach_table import END, START, reach_table, with_table
 from transformers import AutoModel
 
 from hf_rfattn import patch_model, unpatch_model
@@ -191,4 +188,6 @@ def test_readme_has_the_generated_table():
     readme = path.read_text(encoding="utf-8") if path.exists() else ""
     if START not in readme:
         pytest.skip("README.md has no table of architectures")
-    assert with_table(readme, reach_table()) == readme, "run: python tests/tiny_models.py --readme README.md"
+    assert with_table(readme, reach_table()) == readme, (
+        "run: PYTHONPATH=tests python -m support.reach_table --readme README.md"
+    )

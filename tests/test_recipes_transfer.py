@@ -11,8 +11,8 @@ import pytest
 import torch
 import training.run
 import transformers
-from recipe_models import forget_processes, make_bert, make_gpt2, run_here
 from safetensors.torch import load_file
+from support.recipes import forget_processes, make_bert, make_gpt2, run_here
 from training.options import RunOptions
 from training.session import make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters

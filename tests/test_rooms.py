@@ -125,3 +125,13 @@ def test_violations_are_seen(tmp_path):
     ]
     assert room("hub.publish") > room("bench.cli") > room("hub.documents") > room("integration") > room("ops.tiles")
     assert room("operators") is None
+
+
+def test_no_test_imports_another():
+    """What several tests need is in tests/support."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        for line, imported in imports(path, path.parent.name):
+            module = imported.partition(".")[0]
+            assert module != "conftest" and not module.startswith("test_"), (
+                f"{path.name}:{line} imports {imported}; put what both need into tests/support."
+            )

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import MODELS, tiny_bert
-from test_conversion import lively, make_batches
+from support.conversion import make_batches
+from support.models import MODELS, lively, tiny_bert
 from transformers import AutoModel, BartConfig, BartModel
 
 from hf_rfattn import BandConfig, attention_error, patch_model, unpatch_model

@@ -11,7 +11,8 @@ import matplotlib
 import pytest
 import torch
 import transformers
-from test_cli import failure, run, save
+from support.commands import failure, run
+from support.word_tokenizers import save_with_tokenizer
 
 from hf_rfattn import attention_error, mechanism_names, patch_model
 from hf_rfattn import study as studies
@@ -49,7 +50,7 @@ def bert(tmp_path_factory):
         vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         max_position_embeddings=64,
     )  # fmt: skip
-    return str(save(transformers.BertModel(config), tmp_path_factory.mktemp("bert")))
+    return str(save_with_tokenizer(transformers.BertModel(config), tmp_path_factory.mktemp("bert")))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def llama(tmp_path_factory):
         vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48,
     )  # fmt: skip
-    return str(save(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama")))
+    return str(save_with_tokenizer(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("llama")))
 
 
 def small(name, bert, **changes):
