@@ -21,7 +21,7 @@ from rich.console import Console
 
 from hf_rfattn.bench import ops_report
 from hf_rfattn.bench.ops import Settings, measure_ops
-from hf_rfattn.bench.results import write_result
+from hf_rfattn.results import write_result
 from hf_rfattn.study.pretrained import DEMO, model_folder
 
 LENGTHS = [128, 512, 2048, 4096]

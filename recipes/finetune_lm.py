@@ -31,8 +31,10 @@ from training.models import (
 from training.options import RunOptions, described
 from training.output import TOKENIZER
 from training.run import main
-from training.task import Metric, Prepared, Task
+from training.task import Prepared, Task
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 512
 

@@ -20,8 +20,10 @@ from training.data import Source, check_texts, find_source, load_split, take
 from training.models import choose_length, collator, load_config, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
-from training.task import Metric, Prepared, Task
+from training.task import Prepared, Task
 from transformers import AutoModelForQuestionAnswering
+
+from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 384
 COLUMNS = ["id", "context", "question", "answers"]

@@ -17,13 +17,13 @@ from typing import Annotated, Any
 
 import PIL.Image
 import typer
-from comparison.blocks import Image
 from matplotlib.figure import Figure
 from readme import accuracy, speed, studies, upstream
 from readme.guide import guide
 from readme.markdown import Documents, Page
 
 from hf_rfattn.bench import decode_report, model_report, ops_report
+from hf_rfattn.results import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
@@ -103,7 +103,7 @@ def draw_plots(documents: Documents, folder: Path) -> list[Path]:
     for name in accuracy.COMPARISONS:
         for block in accuracy.comparison(name, documents, Page("")):
             if isinstance(block, Image):
-                save(lambda image=block: image.figure, folder / name / block.name, accuracy.summary_of(name, documents))
+                save(block.draw, folder / name / block.name, accuracy.summary_of(name, documents))
     return drawn
 
 

@@ -10,13 +10,14 @@ import transformers
 from support.commands import failure, run
 from support.models import tiny_gpt2, tiny_llama
 
-from hf_rfattn import mechanism_names, patch_model
-from hf_rfattn.bench import decode, decode_report, results
+from hf_rfattn import mechanism_names, patch_model, results
+from hf_rfattn.bench import decode, decode_report
 from hf_rfattn.bench.decode import Decoder, Settings, cache_bytes, measure_decode, predicted_cache_bytes
 from hf_rfattn.bench.timing import Competitor, Spread, Watch, busy_seconds, interleave, median_ratio, threads
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.mechanisms import resolve_config
+from hf_rfattn.results import environment
 
 QUICK = ("--batches", "1,2", "--repetitions", 2, "--tokens", 2)
 
@@ -155,8 +156,8 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch):
     assert found["schema_version"] == results.SCHEMA_VERSION and found["kind"] == "test" and found["seed"] == 3
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["no-such-package"] is None
     assert found["hardware"]["threads"] == torch.get_num_threads() and found["hardware"]["memory_bytes"] > 2**28
-    monkeypatch.setattr(results, "PACKAGE", tmp_path)
-    assert results.git_state() == {"commit": None, "changed": None}
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path)
+    assert environment.git_state() == {"commit": None, "changed": None}
 
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path):

@@ -14,8 +14,8 @@ from hf_rfattn.bench.crossover import find_crossover
 from hf_rfattn.bench.decode import share_weights
 from hf_rfattn.bench.model import Settings, load_model, measure_model, speed_documents
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.documents import SpeedResult, parse_result
 from hf_rfattn.mechanisms import resolve_config
+from hf_rfattn.results import SpeedResult, parse_result
 
 QUICK = ("--lengths", "64,32", "--repetitions", 2, "--threads", 1)
 

@@ -9,12 +9,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from support.commands import QUICK_OPS, failure, run
 
-from hf_rfattn import build_mechanism
-from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers, plotting, results
-from hf_rfattn.bench.crossover import find_crossover, measured_crossover
+from hf_rfattn import build_mechanism, results
+from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers
+from hf_rfattn.bench.crossover import find_crossover
 from hf_rfattn.bench.limits import Product, matrix_products, other_parts, run_products
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, repetitions_apart
 from hf_rfattn.mechanisms import resolve_config
+from hf_rfattn.results import measured_crossover
+from hf_rfattn.results import plots as plotting
 
 
 @pytest.fixture(scope="module")
@@ -278,12 +280,10 @@ def test_a_crossover_is_marked_where_the_lines_cross():
 @pytest.mark.parametrize("panels", [1, 2])
 def test_title_and_legend_are_no_wider_than_the_figure(processor, panels):
     figure = Figure(figsize=(5.6 * panels, 5.4), layout="constrained")
-    lines = [
-        axes.plot([1, 2], [1, 2], label=f"matrix products of favor+, M = {2**i}")[0]
-        for i, axes in enumerate(figure.subplots(1, 8))
-    ]
+    for i, axes in enumerate(figure.subplots(1, 8)):
+        axes.plot([1, 2], [1, 2], label=f"matrix products of favor+, M = {2**i}")
     title = f"Time of one attention layer, 12 heads of 64, bfloat16, {processor}, 2 threads"
-    plotting.title_and_legend(figure, title, {line.get_label(): line for line in lines})
+    plotting.title_and_legend(figure, title)
     renderer = FigureCanvasAgg(figure).get_renderer()
     (legend,) = figure.legends
     for part in (figure._suptitle, legend):

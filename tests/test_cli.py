@@ -9,8 +9,7 @@ from support.commands import failure, run
 from support.word_tokenizers import TEXT, save_with_tokenizer
 
 import hf_rfattn
-from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model
-from hf_rfattn.bench import results
+from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model, results
 from hf_rfattn.commands import model_class
 from hf_rfattn.mechanisms.registry import mechanism_aliases
 

@@ -16,7 +16,7 @@ from comparison import launch, plan
 from support.documents import make_checkpoint, task
 from support.recipes import make_bert, make_gpt2, run_apart
 
-from hf_rfattn.hub.folder import checkpoint_fingerprint
+from hf_rfattn.results import checkpoint_fingerprint
 
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 16, "batch_size": 8, "max_steps": 2}
 SMALL = {

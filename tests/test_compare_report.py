@@ -8,15 +8,13 @@ from pathlib import Path
 
 import make_readme
 import pytest
-from comparison.blocks import as_html, as_markdown
 from comparison.plots import best_of, crossover, pareto
 from comparison.report import report, row_options, write_report
 from comparison.summary import read_summary, summarise
 from readme import accuracy
 from support.documents import task
 
-from hf_rfattn.bench.results import write_result
-from hf_rfattn.hub.documents import parse_result
+from hf_rfattn.results import as_html, as_markdown, parse_result, write_result
 
 ROWS = {
     "softmax": "softmax",

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import make_readme
 import pytest
-from comparison.blocks import as_markdown
 from readme import studies
-from readme.aims import aims, said_of_aims
 from readme.guide import guide
 from readme.markdown import Page
 from support.commands import QUICK_OPS, run
@@ -139,44 +137,3 @@ def test_the_guide_tells_what_was_measured():
         "beside each alone:** fmm 75.0 %, band 70.0 %, favor+ 72.5 % of softmax's score, mean over snli, sst2" in told
     )
     assert guide(None, []) == "Nothing has been measured yet."
-
-
-def test_what_was_aimed_at_beside_what_was_reached():
-    def table(part, lower=False, **means):
-        rows = [
-            {
-                "row": name,
-                "attention": name,
-                "metric": {"mean": mean, "spread": spread, "values": []},
-                "over_softmax": mean / means["softmax"][0],
-            }
-            for name, (mean, spread) in means.items()
-        ]
-        return {"part": part, "scale": None if lower else 1, "lower_is_better": lower, "rows": rows, "learnt": True}
-
-    def shares(**found):
-        overview = [{"row": name, "attention": name, "mean_share_of_softmax": share} for name, share in found.items()]
-        return [each | {"control": "no attention" if each["row"] == "average" else None} for each in overview]
-
-    close = table("SNLI", softmax=(0.8, 0), fmm=(0.72, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.0)})
-    clear = table("SQuAD", softmax=(0.8, 0), fmm=(0.74, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.02)})
-    overview = shares(softmax=1.0, hedgehog=0.9, fmm=0.985, **{"hedgehog 256": 0.975, "favor+": 0.949})
-    scores = {"accuracy": [close, clear], "overview": overview}
-    losses = table("stories", True, softmax=(4.0, 0), fmm=(4.24, 0), hedgehog=(5.0, 0), **{"favor+": (4.6, 0)})
-    text = as_markdown(list(aims([scores, {"accuracy": [losses], "overview": shares(softmax=None)}])))
-    reached = [line.split(" | ")[1:] for line in text.splitlines() if line.endswith("met |  |") or "met |" in line]
-    assert [line[0] for line in reached] == [
-        "98.5 % (fmm, 2 tasks)",
-        "97.5 % (hedgehog 256, 2 tasks)",
-        "94.9 % (favor+, 2 tasks)",
-        "fmm 72.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 0.0",
-        "fmm 74.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 2.0",
-        "1.060 × (fmm)",
-        "1.150 × (favor+)",
-    ]
-    assert [line[1].rstrip(" |") for line in reached] == ["not met", "met", "not met", "not met", "met", "met", "met"]
-    (said,) = said_of_aims([scores])
-    assert said.startswith(
-        "**What was aimed at** in accuracy: 2 of 5 met; not met: the best mechanism: at least 99.0 %"
-    )
-    assert list(said_of_aims([])) == []

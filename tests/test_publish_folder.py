@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.faults import scrub
-from hf_rfattn.hub.folder import INDEX, checkpoint_fingerprint
 from hf_rfattn.hub.publish import make_plan, publish
+from hf_rfattn.results import checkpoint_fingerprint
+from hf_rfattn.results.fingerprint import INDEX
 
 TOKEN = "hf_" + "aB3" * 11
 NAME = "me/tiny"

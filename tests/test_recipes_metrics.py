@@ -180,4 +180,4 @@ def test_chance_is_the_best_constant_answer(task, labels, chance):
     made = finetune_glue.GlueTask(finetune_glue.GlueOptions(task=task))
     references = torch.tensor(labels)
     found = made.score("validation", {"predictions": references.flip(0), "references": references})
-    assert {name: metric.to_dict()["chance"] for name, metric in found.items()} == chance
+    assert {name: metric.chance for name, metric in found.items()} == chance

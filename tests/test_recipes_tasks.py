@@ -14,8 +14,7 @@ from support.recipes import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_
 
 import hf_rfattn
 from hf_rfattn.hub.cards import make_card
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import checkpoint_fingerprint
+from hf_rfattn.results import checkpoint_fingerprint, parse_result
 
 GLUE = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
 SNLI = (finetune_snli.SnliTask, finetune_snli.RunOptions)

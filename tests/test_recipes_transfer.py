@@ -18,7 +18,7 @@ from training.session import make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
 import hf_rfattn
-from hf_rfattn.hub.documents import parse_result
+from hf_rfattn.results import parse_result
 
 SNLI = (finetune_snli.SnliTask, RunOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 4, "batch_size": 8}

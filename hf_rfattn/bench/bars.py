@@ -6,8 +6,8 @@ Every bar is a number out of the cells of one result: the worst over the lengths
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..results import rounded
 from .peers import FAST_TRANSFORMERS, PERFORMER
-from .results import rounded
 
 SHAPE = {"heads": 12, "head_dim": 64, "threads": 2}  # batch times heads
 GIGABYTE = 10**9

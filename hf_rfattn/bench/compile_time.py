@@ -11,8 +11,7 @@ from rich.table import Table
 from transformers import BertConfig, BertModel
 
 from ..integration import patch_model
-from .plotting import SOFTMAX
-from .results import new_result, rounded
+from ..results import SOFTMAX, new_result, rounded
 from .timing import threads
 
 LAYERS = 3

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
-from .plotting import SOFTMAX
-from .results import rounded
+from ..results import SOFTMAX, rounded
 
 LENGTH = 200  # of the check: neither a power of two nor a whole number of tiles
 MAGNITUDE = 0.25  # of queries and keys in the check: small, so that the epsilons of peers do not decide it

@@ -6,39 +6,12 @@ features, direction and pass: {attention, features, head_dim, causal, training, 
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .results import SCHEMA_VERSION, hardware, machine
-
-
-def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> tuple[int | None, int | None]:
-    """The shortest measured length from which on a mechanism stays faster than softmax, and where between the measured
-    lengths the two are equally fast.
-
-    The first is None for a mechanism that is not faster at the longest length. The second, read off a straight line
-    between two points of a log-log plot, is None too where there is nothing to read it from: a mechanism that is faster
-    at the shortest length already.
-
-    >>> measured_crossover([128, 256, 512, 1024], [0.25, 0.5, 2.0, 4.0])
-    (512, 362)
-    >>> measured_crossover([128, 256, 512], [1.5, 0.9, 0.95])
-    (None, None)
-    """
-    rows = sorted(zip(lengths, speed_over_softmax, strict=True))
-    faster = len(rows)  # rows from here on are faster
-    while faster and rows[faster - 1][1] > 1:
-        faster -= 1
-    if faster == len(rows):
-        return None, None
-    length, speed = rows[faster]
-    if not faster:
-        return length, None
-    before, slower = rows[faster - 1]
-    share = math.log(1 / slower) / math.log(speed / slower)
-    return length, round(before * (length / before) ** share)
+from ..results import SCHEMA_VERSION, hardware, machine
 
 
 @dataclass(frozen=True)

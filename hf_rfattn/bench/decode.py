@@ -33,10 +33,10 @@ from ..integration.cache import RecurrentLayer
 from ..integration.cost import attention_cost
 from ..integration.discovery import find_attention
 from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
+from ..results import SOFTMAX, load_average, name_of, new_result, rounded
+from ..results.plots import BASELINE
 from .contenders import named_configs
 from .devices import DTYPES, check_device, check_dtype
-from .plotting import BASELINE, SOFTMAX
-from .results import load_average, name_of, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state

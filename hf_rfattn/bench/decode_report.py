@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..commands import in_bytes
-from .plotting import BASELINE, SOFTMAX, line_style, log_log, title_and_legend
-from .results import machine
+from ..results import SOFTMAX, machine
+from ..results.plots import BASELINE, line_style, log_log, title_and_legend
 
 Cells = dict[tuple[str, int, int], dict[str, Any]]
 
@@ -84,8 +84,7 @@ def plot(result: dict[str, Any]) -> Figure:
     limits = [axes.get_ylim() for axes in left]
     for axes in left:
         axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    handles, labels = left[0].get_legend_handles_labels()
-    title_and_legend(figure, _title(result), dict(zip(labels, handles, strict=True)))
+    title_and_legend(figure, _title(result))
     return figure
 
 

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from ..mechanisms import MechanismConfig, build_mechanism
-from .results import rounded
+from ..results import rounded
 
 WARMUP_LENGTH = 256
 STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")

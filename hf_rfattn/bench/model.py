@@ -25,19 +25,25 @@ from transformers import PreTrainedModel
 
 from .. import unpatch_model
 from ..commands import load_config, longest_input, model_class
-from ..hub.documents import parse_result
-from ..hub.folder import checkpoint_fingerprint
 from ..integration.cost import is_causal
 from ..integration.discovery import find_attention
 from ..integration.names import SPEC
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
+from ..results import (
+    SOFTMAX,
+    checkpoint_fingerprint,
+    load_average,
+    measured_crossover,
+    name_of,
+    new_result,
+    parse_result,
+    rounded,
+)
+from ..results.plots import BASELINE
 from .contenders import named_configs
-from .crossover import measured_crossover
 from .decode import describe, share_weights
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
 from .memory import bytes_around
-from .plotting import BASELINE, SOFTMAX
-from .results import load_average, name_of, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions
@@ -282,7 +288,7 @@ def _crossovers(cells: list[dict[str, Any]], model: Mapping[str, Any]) -> Iterat
 
 
 def speed_documents(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What model cards show of a result, by name of the mechanism: documents of kind "speed" (`hub/documents.py`).
+    """What model cards show of a result, by name of the mechanism: documents of kind "speed" (`results/schema.py`).
 
     None where the batch differs between lengths: such a document has one. Peaks are those of a forward pass: weights
     and what it takes beyond them.

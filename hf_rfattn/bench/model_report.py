@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from ..results import SOFTMAX, machine
+from ..results.plots import line_style, log_log, mark_crossover, title_and_legend
 from .ops_report import crossover_text, milliseconds
-from .plotting import SOFTMAX, line_style, log_log, mark_crossover, title_and_legend
-from .results import machine
 
 
 def name_of_pass(training: bool) -> str:
@@ -68,8 +68,7 @@ def plot(result: dict[str, Any]) -> Figure:
         memory.plot([c["length"] for c in row], [c["step_bytes"] / 2**20 for c in row], **line_style(name))
     memory.set(title=f"Memory, {name_of_pass(passes[-1])}", xlabel="length (tokens)", ylabel="MiB")
     log_log(memory, result["lengths"])
-    shown = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in times]
-    title_and_legend(figure, title(result), {label: handle for pairs in shown for handle, label in pairs})
+    title_and_legend(figure, title(result))
     return figure
 
 

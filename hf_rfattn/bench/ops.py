@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from ..mechanisms import MechanismConfig, build_mechanism
+from ..results import SOFTMAX, load_average, measured_crossover, new_result, rounded
 from .bars import bars
 from .contenders import Contender, Key, check, mechanism, named_configs, softmax
-from .crossover import measured_crossover
 from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
 from .limits import Product, matrix_products, other_parts, run_products
 from .memory import training_memory
 from .peers import PACKAGES, check_peers, peers
-from .plotting import SOFTMAX
-from .results import load_average, new_result, rounded
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions

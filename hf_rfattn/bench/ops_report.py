@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..commands import in_bytes
+from ..results import SOFTMAX, machine
+from ..results.plots import line_style, log_log, mark_crossover, title_and_legend
 from .bars import AT_LEAST, MET
-from .plotting import SOFTMAX, line_style, log_log, mark_crossover, title_and_legend
-from .results import machine
 
 Cell = dict[str, Any]
 SHADES = (1.0, 0.6, 0.35)  # of lines with more and more features
@@ -154,12 +154,8 @@ def plot(result: dict[str, Any], dtype: str) -> Figure:
         _panel(panels[row][column], result, {"dtype": dtype, "causal": causal, "training": training})
     shape = result["shape"]
     heads = f"{shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
-    lines: dict[Any, Any] = {}
-    for panel in panels.flat:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            lines.setdefault(label, handle)
     title = f"Time of one attention layer, {heads}, {dtype}, {machine(result['hardware'])}"
-    title_and_legend(figure, title, lines)
+    title_and_legend(figure, title)
     return figure
 
 

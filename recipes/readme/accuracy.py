@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from comparison.blocks import Block, Heading, Image, Paragraph, as_markdown
 from comparison.plots import pareto
 from comparison.report import DROPOUT, budget_of, not_learnt, overview_table, row_options, speed_of, stages, title_of
 from comparison.summary import KIND, summarise
 
-from hf_rfattn.hub.documents import TaskResult, parse_result
+from hf_rfattn.results import Block, Heading, Image, Paragraph, TaskResult, as_markdown, parse_result
 
-from .aims import aims, said_of_aims
 from .markdown import Documents, Page, table
 
 # the folders of comparisons, and the commands that make them
@@ -20,7 +18,6 @@ COMPARISONS = {
     "language": "make compare CONFIG=language DATA=...",
     "stories": "make compare CONFIG=stories DATA=stories MODELS=...",
 }
-TAUGHT = ("transfer", "language", "stories")  # with attention transfer: what was aimed at is judged by these
 SHORT = ("transfer", "stories")  # an encoder on many tasks and a decoder that needs its attention
 NOTHING = "Nothing has been compared yet."
 PICTURES = {"crossover.png": "from which length on it pays", "pareto.png": "what it costs in accuracy"}
@@ -33,8 +30,6 @@ def whole(documents: Documents, page: Page) -> str:
         for name in COMPARISONS
         if (blocks := list(comparison(name, documents, page)))
     ]
-    if reached := list(aims(_taught(documents))):
-        found.append(as_markdown(reached))
     return "\n".join(found) or NOTHING
 
 
@@ -49,7 +44,6 @@ def short(documents: Documents, page: Page) -> str:
                 *map(Paragraph, not_learnt(summary)),
                 *([Paragraph(options)] if (options := row_options(summary)) else []),
             ]
-    blocks += map(Paragraph, said_of_aims(_taught(documents)))
     return as_markdown(blocks) if blocks else NOTHING
 
 
@@ -87,10 +81,6 @@ def summary_of(name: str, documents: Documents) -> dict[str, Any] | None:
     return summarise(results) if results else None
 
 
-def _taught(documents: Documents) -> list[dict[str, Any]]:
-    return [summary for name in TAUGHT if (summary := summary_of(name, documents))]
-
-
 def comparison(name: str, documents: Documents, page: Page) -> Iterator[Block]:
     summary = summary_of(name, documents)
     if summary is None:
@@ -113,5 +103,5 @@ def comparison(name: str, documents: Documents, page: Page) -> Iterator[Block]:
     if not timed["speed"]:
         return
     if figure := pareto(summary):
-        yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
+        yield Image("pareto.png", "Accuracy against training speed, a panel a task", lambda: figure)
     yield from (block for block in speed_of(timed) if not isinstance(block, Heading))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_rfattn.bench.results import machine
+from hf_rfattn.results import machine
 
 PIPE = r"\|"  # in a cell
 Documents = dict[str, dict[str, Any]]  # result files by their path below recipes/results

@@ -7,7 +7,7 @@ from typing import Any
 from hf_rfattn.bench import decode_report, model_report, ops_report
 from hf_rfattn.bench.bars import AT_LEAST, MET
 from hf_rfattn.bench.peers import NAMES as PEERS
-from hf_rfattn.bench.plotting import SOFTMAX
+from hf_rfattn.results import SOFTMAX
 
 from .markdown import Documents, Page, made_by, measured_on, of_kind, table, times
 

@@ -10,10 +10,12 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from hf_rfattn.results import Metric
+
 from .data import check_labels, check_scores, check_texts, find_source, load_split, take
 from .models import choose_length, collator, load_config, load_model, load_tokenizer
 from .options import RunOptions
-from .task import Metric, Prepared, Task
+from .task import Prepared, Task
 
 USUAL_LENGTH = 128
 

@@ -1,6 +1,8 @@
 """Evaluation on all processes, scores from the main one."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -8,8 +10,10 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from hf_rfattn.results import Metric
+
 from .session import Session
-from .task import Metric, Prepared, Task
+from .task import Prepared, Task
 
 TARGETS = {"labels", "start_positions", "end_positions"}
 
@@ -51,6 +55,10 @@ def evaluate(
     broadcast_object_list(shared)
     model.train(training)
     return shared[0]
+
+
+def as_document(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    return {name: asdict(metric) for name, metric in metrics.items()}
 
 
 def as_text(metrics: Mapping[str, Metric]) -> str:

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hf_rfattn
+from hf_rfattn.results import Metric
 
-from .evaluation import as_text, evaluate
+from .evaluation import as_document, as_text, evaluate
 from .optimizer import rate_factor, set_learning_rate
 from .order import ShareOfBatches, TrainingOrder
 from .output import MODEL
 from .saving import RunProgress, forget_other_bests, keep_best, save_best, save_model, save_state
 from .session import Session
-from .task import Metric, Prepared, Task
+from .task import Prepared, Task
 from .teaching import Teacher
 
 UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
@@ -181,12 +182,10 @@ class Loop:
         loss = progress.loss_sum / max(1, progress.loss_steps)
         progress.loss_sum, progress.loss_steps = 0.0, 0
         best = progress.best
-        progress.history.append(
-            {"step": progress.step, "train_loss": loss, "metrics": {k: m.to_dict() for k, m in metrics.items()}}
-        )
+        progress.history.append({"step": progress.step, "train_loss": loss, "metrics": as_document(metrics)})
         self.accelerator.log({f"eval/{k}": m.value for k, m in metrics.items()}, step=progress.step)
         self.session.say(f"step {progress.step}: {as_text(metrics)}  (training loss {loss:.4f})")
-        if best is None or metrics[main].better_than(Metric(**best["metrics"][main])):
+        if best is None or is_better(metrics[main], best["metrics"][main]["value"]):
             progress.best_step, progress.evaluations_since_best = progress.step, 0
             if self.options.keep == "best":
                 save_best(self.accelerator, self.model, self.prepared, self.output, progress.step)
@@ -212,6 +211,10 @@ class Loop:
         now = time.perf_counter()
         progress.wall_seconds += now - self.started
         self.started = now
+
+
+def is_better(metric: Metric, value: float) -> bool:
+    return metric.value < value if metric.lower_is_better else metric.value > value
 
 
 class Meter:

@@ -19,8 +19,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hf_rfattn.bench.results import write_result
 from hf_rfattn.commands import in_bytes
+from hf_rfattn.results import write_result
 
 from .options import RunOptions, flag
 
@@ -89,7 +89,7 @@ def check_same_run(path: Path, options: RunOptions) -> None:
     """A run goes on with the options it began with."""
     if not path.exists():
         return
-    before, now = read_run(path), as_document(options)
+    before, now = read_run(path), dataclasses.asdict(options)
     name = first_difference(before, now)
     if name is not None:
         raise ValueError(
@@ -101,10 +101,6 @@ def check_same_run(path: Path, options: RunOptions) -> None:
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first option that makes two runs different ones."""
     return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
-
-
-def as_document(options: RunOptions) -> dict[str, Any]:
-    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
 
 
 def latest_state(output: Path) -> Path | None:
@@ -144,7 +140,7 @@ def open_output(options: RunOptions, lock: FileLock) -> None:
         for name in (STATES, BEST, MODEL, TRANSFER):
             shutil.rmtree(output / name, ignore_errors=True)
         (output / RESULT).unlink(missing_ok=True)
-    write_result(as_document(options), output / RUN)
+    write_result(dataclasses.asdict(options), output / RUN)
 
 
 def check_shared(output: Path) -> None:

@@ -1,5 +1,6 @@
 """A training recipe from its command line to its result file: prepare, train, finish."""
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -10,17 +11,17 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
 import hf_rfattn
-from hf_rfattn.hub.documents import STAGES
+from hf_rfattn.results import STAGES
 
 from .data import fingerprint
-from .evaluation import as_text, evaluate, evaluation_loaders
+from .evaluation import as_document, as_text, evaluate, evaluation_loaders
 from .loop import Loop
 from .messages import errors_as_messages
 from .models import attention_of, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
 from .order import TrainingOrder, check_share
-from .output import TRANSFER, as_document, check_space, latest_state
+from .output import TRANSFER, check_space, latest_state
 from .saving import RunProgress, load_state
 from .session import Session, in_session
 from .task import Prepared, Task
@@ -117,7 +118,7 @@ def before_training(loop: Loop, fresh: bool) -> None:
     def look(stage: str) -> None:
         if options.evaluate_first and fresh:
             metrics = evaluate(session, loop.task, prepared, prepared.model, loop.evaluation)
-            entry = {"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}}
+            entry = {"step": 0, "stage": stage, "metrics": as_document(metrics)}
             loop.progress.history.append(entry)
             session.say(f"{stage}: {as_text(metrics)}")
 
@@ -165,7 +166,7 @@ def finish(loop: Loop) -> None:
         "stopped_early": progress.stopped_early,
         "kept_step": loop.kept_step,
         "history": progress.history,
-        "options": as_document(options),
+        "options": dataclasses.asdict(options),
         **loop.found,
         **prepared.facts,
     }

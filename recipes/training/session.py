@@ -23,10 +23,16 @@ from huggingface_hub.utils import validate_repo_id
 from tqdm.auto import tqdm
 
 import hf_rfattn
-from hf_rfattn.bench.results import name_of, new_result, without_folders, write_result
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import RESULTS, checkpoint_fingerprint
+from hf_rfattn.results import (
+    RESULTS,
+    checkpoint_fingerprint,
+    name_of,
+    new_result,
+    parse_result,
+    without_folders,
+    write_result,
+)
 
 from .messages import errors_as_messages
 from .output import (

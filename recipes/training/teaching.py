@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import hf_rfattn
-from hf_rfattn.hub.folder import RESULTS
+from hf_rfattn.results import RESULTS
 
 from .models import attention_of, has_new_head, mechanism_parameters
 from .options import RunOptions
