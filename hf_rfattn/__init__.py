@@ -10,6 +10,7 @@ from .import_hook import follow_transformers
 
 if TYPE_CHECKING:
     from .conversion import Conversion, convert
+    from .hub.cards import write_card
     from .hub.publish import publish
     from .integration import (
         AttentionError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .mechanisms.fmm import FmmConfig
     from .mechanisms.hedgehog import HedgehogConfig
     from .mechanisms.linear import LinearConfig
+    from .mechanisms.naming import attention_label, mechanism_names_in
     from .mechanisms.rff import RffConfig
 
 __version__ = "0.1.0"
@@ -44,21 +46,25 @@ __all__ = [
     "MechanismConfig",
     "RffConfig",
     "attention_error",
+    "attention_label",
     "build_mechanism",
     "calibrate",
     "convert",
     "extend_positions",
     "mechanism_names",
+    "mechanism_names_in",
     "patch_model",
     "publish",
     "redraw",
     "register_mechanism",
     "unpatch_model",
+    "write_card",
 ]
 
 # Where the public names live, the same as above for those who are not type checkers.
 _HOMES = {
     "conversion": ["Conversion", "convert"],
+    "hub.cards": ["write_card"],
     "hub.publish": ["publish"],
     "integration": [
         "AttentionError",
@@ -76,6 +82,7 @@ _HOMES = {
     "mechanisms.fmm": ["FmmConfig"],
     "mechanisms.hedgehog": ["HedgehogConfig"],
     "mechanisms.linear": ["LinearConfig"],
+    "mechanisms.naming": ["attention_label", "mechanism_names_in"],
     "mechanisms.rff": ["RffConfig"],
 }
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_rfattn.commands import in_bytes
-from hf_rfattn.hub.comparison import CONTROLS
 from hf_rfattn.results import (
+    CONTROLS,
     SOFTMAX,
     Block,
     Heading,

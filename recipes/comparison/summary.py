@@ -10,14 +10,16 @@ from typing import Any
 from finetune_glue import TASKS
 from finetune_snli import SnliTask
 
-from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, control_of
-from hf_rfattn.hub.folder import attention_label, mechanism_names_in
+from hf_rfattn import attention_label, mechanism_names_in
 from hf_rfattn.results import (
+    CONTROLS,
+    NO_ATTENTION,
     SCHEMA_VERSION,
     SOFTMAX,
     STAGES,
     Metric,
     TaskResult,
+    control_of,
     machine,
     measured_crossover,
     parse_result,
@@ -178,10 +180,11 @@ def _at(stage: str, result: TaskResult) -> float | None:
 
 def _identity(result: TaskResult, others: Iterable[Any]) -> dict[str, Any]:
     names = mechanism_names_in(result.attention)
+    own, *rest = [[] if "layers" in each else mechanism_names_in(each) for each in (result.attention, *others)]
     return {
         "attention": attention_label(result.attention),
         "mechanism": names[0] if names else SOFTMAX,
-        "control": control_of(result.attention, others),
+        "control": control_of(own, rest),
     }
 
 
