@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from .hub.cards import write_card
     from .hub.publish import publish
     from .integration import (
+        AttentionChoice,
         AttentionError,
         attention_error,
         calibrate,
+        choose_attention,
         extend_positions,
         patch_model,
         redraw,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionChoice",
     "AttentionError",
     "AverageConfig",
     "BandConfig",
@@ -49,6 +52,7 @@ __all__ = [
     "attention_label",
     "build_mechanism",
     "calibrate",
+    "choose_attention",
     "convert",
     "extend_positions",
     "mechanism_names",
@@ -67,9 +71,11 @@ _HOMES = {
     "hub.cards": ["write_card"],
     "hub.publish": ["publish"],
     "integration": [
+        "AttentionChoice",
         "AttentionError",
         "attention_error",
         "calibrate",
+        "choose_attention",
         "extend_positions",
         "patch_model",
         "redraw",

@@ -231,7 +231,7 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
 
 def _print_modules(modules: list[dict[str, Any]], console: Console) -> None:
     """One row for all modules that differ in their layer alone."""
-    from .integration.patching import format_layers
+    from .integration.spec import format_layers
 
     groups: dict[tuple[Any, ...], list[int]] = {}
     for module in modules:

@@ -27,7 +27,7 @@ from transformers import (
 
 from hf_rfattn import FmmConfig, patch_model, redraw, unpatch_model
 from hf_rfattn.features.maps import RandomFeatures
-from hf_rfattn.integration.checkpoint import read_spec
+from hf_rfattn.integration.spec import PatchSpec
 
 
 def auto(family):
@@ -342,7 +342,7 @@ def test_every_document_loads_or_raises_value_error(spec):
     except ValueError:
         return
     if spec is not None:
-        read_spec(spec)  # what loads is a document that makes sense
+        PatchSpec.from_dict(spec)  # what loads is a document that makes sense
 
 
 def test_a_folder_can_be_moved(saved, tmp_path_factory):

@@ -181,7 +181,7 @@ def test_patching_twice_replaces():
         ("favor+", {"layers": [7]}, "There is no layer 7; this model has layers 0-1"),
         ("favor+", {"layers": []}, "No layer was chosen"),
         ("favor+", {"layers": "first"}, "does not name layers"),
-        ("favor+", {"layers": [True]}, "is not a layer"),
+        ("favor+", {"layers": [True]}, "does not name layers"),
         ({0: "favor+"}, {"layers": [0]}, "already says which layers"),
         ({0: "favor+"}, {"num_features": 3}, "already says which layers"),
         ({0: "favor+", "0-1": "rff"}, {}, "named twice"),

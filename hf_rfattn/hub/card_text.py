@@ -30,13 +30,8 @@ if TYPE_CHECKING:
     from .cards import Card
 
 SPEED = [
-    "tokens",
-    "softmax, ms",
-    "this model, ms",
-    "speed over softmax",
-    "softmax, peak memory",
-    "this model, peak memory",
-]
+    "tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak memory", "this model, peak memory",
+]  # fmt: skip
 
 
 def card_text(card: "Card") -> Iterator[Block]:

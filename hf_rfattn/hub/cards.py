@@ -185,9 +185,6 @@ def auto_class(architecture: str | None) -> str:
 
     if architecture is None or (architecture.endswith("Model") and not architecture.endswith("LMHeadModel")):
         return "AutoModel"
-    name = (
-        "AutoModelForCausalLM"
-        if architecture.endswith("LMHeadModel")
-        else f"AutoModelFor{architecture.rpartition('For')[2]}"
-    )
+    head = "CausalLM" if architecture.endswith("LMHeadModel") else architecture.rpartition("For")[2]
+    name = f"AutoModelFor{head}"
     return name if hasattr(transformers, name) else architecture

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..integration.patching import parse_layers
+from ..integration.spec import parse_layers
 from ..mechanisms.naming import full_config
 from ..results import SOFTMAX, checkpoint_fingerprint, results_fingerprint, weight_files
 from ..results.fingerprint import CONFIG, INDEX, WEIGHTS

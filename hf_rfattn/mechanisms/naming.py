@@ -1,6 +1,6 @@
 """What result documents and cards call the attention of a model.
 
-Documents hold "softmax", the document of a mechanism (`MechanismConfig.to_dict`), or `{"layers": {"0-5": either, ...}}`.
+Documents hold "softmax", that of a mechanism (`MechanismConfig.to_dict`), or `{"layers": {"0-5": either, ...}}`.
 """
 
 import json

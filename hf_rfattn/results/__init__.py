@@ -72,10 +72,10 @@ from .schema import (
 )
 
 __all__ = [
-    "CONTROLS", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block", "Bullets", "Heading", "Image", "Metric", "Paragraph",
-    "Result", "SpeedResult", "Table", "TaskResult", "TransferResult", "as_html", "as_markdown",
-    "checkpoint_fingerprint", "control_of", "crossover_text", "hardware", "load_average", "machine", "measured_crossover",
-    "name_of", "new_result", "number", "parse_result", "print_blocks", "read_result", "read_results",
-    "results_fingerprint", "rounded", "spread_of", "times", "weight_files", "without_folders", "write_images",
-    "write_result", "write_whole",
+    "CONTROLS", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block", "Bullets",
+    "Heading", "Image", "Metric", "Paragraph", "Result", "SpeedResult", "Table", "TaskResult", "TransferResult",
+    "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware", "load_average",
+    "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result", "print_blocks", "read_result",
+    "read_results", "results_fingerprint", "rounded", "spread_of", "times", "weight_files", "without_folders",
+    "write_images", "write_result", "write_whole",
 ]  # fmt: skip
