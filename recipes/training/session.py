@@ -48,7 +48,7 @@ from .output import (
     output_lock,
 )
 
-PACKAGES = ("accelerate", "datasets", "evaluate", "tokenizers")
+PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
 
 
