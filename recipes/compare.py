@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from comparison.card import best_checkpoint
+from comparison.best import best_checkpoint
 from comparison.launch import Failure, collect, launch, outcome, task_of, time_left, unfinished
 from comparison.plan import Plan, Run, read_plan
-from comparison.report import overview_table, write_report
 from comparison.summary import read_summary
+from comparison.tables import overview_table, write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar

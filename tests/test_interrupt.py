@@ -81,7 +81,7 @@ def test_scripts_that_typer_runs(script, tmp_path, monkeypatch):
 
     made = typer.Typer()
     made.command()(script.main)
-    monkeypatch.setattr(demo, "model_folder", interrupted)
+    monkeypatch.setattr(demo.compare, "main", interrupted)
     monkeypatch.setattr(write_text.AutoTokenizer, "from_pretrained", interrupted)
     words = ["--output", str(tmp_path / "out"), "--model", "x"]
     result = CliRunner().invoke(made, words)

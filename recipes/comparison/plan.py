@@ -21,7 +21,6 @@ from training.order import check_share
 from training.run import BUDGET
 
 from hf_rfattn import build_mechanism
-from hf_rfattn.commands import parse_attention
 from hf_rfattn.results import SOFTMAX
 
 from .configuration import BEFORE, Configuration, Part, Row, expand, read_configuration
@@ -105,9 +104,9 @@ def _check_rows(rows: list[Row]) -> None:
                 f"the row {row.label!r} has its own {', '.join(sorted(own))}, but rows can only be compared if they "
                 "share that. Set it for the task."
             )
-        attention, assignments = row.fields["attention"], row.fields["attention_options"]
+        attention = row.fields["attention"]
         if attention != SOFTMAX:
-            mechanism = build_mechanism(parse_attention(attention, assignments), num_heads=1, head_dim=8)
+            mechanism = build_mechanism(attention, num_heads=1, head_dim=8, **row.options)
             if "mechanism_learning_rate" in row.training and not list(mechanism.parameters()):
                 raise ValueError(f"{row.label!r} has no parameters for a mechanism_learning_rate.")
 

@@ -23,7 +23,6 @@ from huggingface_hub.utils import validate_repo_id
 from tqdm.auto import tqdm
 
 import hf_rfattn
-from hf_rfattn.hub.cards import write_card
 from hf_rfattn.results import (
     RESULTS,
     checkpoint_fingerprint,
@@ -92,7 +91,7 @@ class Session:
         parse_result(document)
         write_result(without_folders(document), model / RESULTS / f"{name}.json")
         if document["attention"] != "softmax":
-            write_card(model, repo_id=options.push_to_hub)
+            hf_rfattn.write_card(model, repo_id=options.push_to_hub)
         write_result(document, self.output / RESULT)
         for temporary in (STATES, TRANSFER, TOKENIZER):
             shutil.rmtree(self.output / temporary, ignore_errors=True)

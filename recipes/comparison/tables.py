@@ -20,7 +20,7 @@ from hf_rfattn.results import (
     write_result,
 )
 
-from .plots import crossover, pareto
+from .figures import crossover, pareto
 
 DASH = "–"
 DROPOUT = (
