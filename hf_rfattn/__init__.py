@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         redraw,
         unpatch_model,
     )
-    from .mechanisms import Mechanism, MechanismConfig, build_mechanism, mechanism_names, register_mechanism
+    from .mechanisms import (
+        Mechanism,
+        MechanismConfig,
+        build_mechanism,
+        mechanism_names,
+        register_mechanism,
+        resolve_config,
+    )
     from .mechanisms.average import AverageConfig
     from .mechanisms.band import BandConfig
     from .mechanisms.favor import FavorConfig
@@ -61,6 +68,7 @@ __all__ = [
     "publish",
     "redraw",
     "register_mechanism",
+    "resolve_config",
     "unpatch_model",
     "write_card",
 ]
@@ -81,7 +89,14 @@ _HOMES = {
         "redraw",
         "unpatch_model",
     ],
-    "mechanisms": ["Mechanism", "MechanismConfig", "build_mechanism", "mechanism_names", "register_mechanism"],
+    "mechanisms": [
+        "Mechanism",
+        "MechanismConfig",
+        "build_mechanism",
+        "mechanism_names",
+        "register_mechanism",
+        "resolve_config",
+    ],
     "mechanisms.average": ["AverageConfig"],
     "mechanisms.band": ["BandConfig"],
     "mechanisms.favor": ["FavorConfig"],

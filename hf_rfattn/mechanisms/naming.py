@@ -3,10 +3,10 @@
 Documents hold "softmax", that of a mechanism (`MechanismConfig.to_dict`), or `{"layers": {"0-5": either, ...}}`.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .config import option_value
 from .registry import resolve_config
 
 SOFTMAX = "softmax"
@@ -63,7 +63,7 @@ def _changed_options(config: Mapping[str, Any], default: Mapping[str, Any]) -> I
         if option == "far":
             yield f"far=({', '.join(map(attention_label, value))})"
         else:
-            yield f"{option}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+            yield f"{option}={option_value(value)}"
 
 
 def _has_layers(attention: Any) -> bool:

@@ -106,7 +106,7 @@ def _check_rows(rows: list[Row]) -> None:
             )
         attention = row.fields["attention"]
         if attention != SOFTMAX:
-            mechanism = build_mechanism(attention, num_heads=1, head_dim=8, **row.options)
+            mechanism = build_mechanism({"mechanism": attention, **row.options}, num_heads=1, head_dim=8)
             if "mechanism_learning_rate" in row.training and not list(mechanism.parameters()):
                 raise ValueError(f"{row.label!r} has no parameters for a mechanism_learning_rate.")
 

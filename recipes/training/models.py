@@ -125,7 +125,8 @@ def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
     given = mechanism_options(options.attention_options)
     if getattr(options, "redraw_every", None) and given.get("redraw_interval"):
         raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
-    hf_rfattn.patch_model(model, options.attention, layers=options.layers, seed=options.seed, **given)
+    config = hf_rfattn.resolve_config({"mechanism": options.attention, **given})
+    hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
 
 
 def attention_of(model: PreTrainedModel) -> Any:
