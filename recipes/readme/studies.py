@@ -66,7 +66,7 @@ def whole(documents: Documents, page: Page) -> list[Block]:
         blocks.append(Paragraph(f"{told.question} `{_command(name)}`, on {measured_on(document)}."))
         blocks += [Paragraph(told.note)] if told.note else []
         blocks.append(Bullets(document["conclusions"]))
-        for figure in study_class(name).figures(document):
+        for figure in study_class(name).figures:
             what = f"{told.title}: {figure.replace('_', ' ')}"
             blocks.append(Paragraph(f"![{what}]({page.address(f'{FOLDER}/{figure}.png')})"))
     return blocks or [NOTHING]
