@@ -81,24 +81,11 @@ def named_model_class(name: str) -> Any:
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
-def longest_input(model: Any) -> int | None:
-    """How many tokens a model takes; None if its config names no limit.
-
-    >>> from transformers import LlamaConfig, LlamaModel, RobertaConfig, RobertaModel
-    >>> size = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 66}
-    >>> longest_input(RobertaModel(RobertaConfig(**size)))  # whose positions begin behind the padding token's
-    64
-    >>> longest_input(LlamaModel(LlamaConfig(**size, num_attention_heads=2, vocab_size=9)))
-    66
-    """
-    from .integration.positions import learned_positions
-
-    return learned_positions(model) or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def first_tokens(text: str, name: str, model: Any, most: int) -> Any:
     """A text as a batch of one, by the tokenizer of that name; cut at `most` tokens, or what the model takes."""
     from transformers import AutoTokenizer
+
+    from .integration.positions import longest_input
 
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     limits = (tokenizer.model_max_length, longest_input(model), most)
@@ -142,29 +129,6 @@ def option_values(options: dict[str, Any]) -> str:
     'bandwidth=8, normalizer=joint'
     """
     return ", ".join(f"{name}={option_value(value)}" for name, value in options.items())
-
-
-def si(count: float) -> str:
-    """
-    >>> si(12_345_678)
-    '12.35 M'
-    """
-    return _scaled(count, 1000, ("", " k", " M", " G", " T", " P", " E"))
-
-
-def in_bytes(count: float) -> str:
-    """
-    >>> in_bytes(3 * 2**20)
-    '3 MiB'
-    """
-    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
-
-
-def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
-    power = 0
-    while count >= base and power < len(units) - 1:
-        count, power = count / base, power + 1
-    return f"{count:.4g}{units[power]}"
 
 
 @contextmanager

@@ -11,14 +11,13 @@ from rich.table import Table
 from .commands import (
     errors_without_traceback,
     first_tokens,
-    in_bytes,
     load_config,
     model_class,
     option_values,
     parse_attention,
     parse_numbers,
-    si,
 )
+from .results import in_bytes, si
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..commands import in_bytes
 from ..integration.cache import RecurrentLayer
 from ..integration.discovery import find_attention
 from ..mechanisms import MechanismConfig, mechanism_names
@@ -37,6 +36,7 @@ from ..results import (
     Bullets,
     Image,
     Table,
+    in_bytes,
     load_average,
     machine,
     name_of,

@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..commands import in_bytes
 from ..mechanisms.naming import attention_label, full_config
 from ..results import (
     RESULTS,
@@ -18,6 +17,7 @@ from ..results import (
     SpeedResult,
     Table,
     TransferResult,
+    in_bytes,
     number,
 )
 from ..results.report import DASH

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..commands import INTERRUPTED, errors_without_traceback, in_bytes
+from ..commands import INTERRUPTED, errors_without_traceback
+from ..results import in_bytes
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What save_pretrained of a patched model has written.")]
 

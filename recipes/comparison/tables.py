@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_rfattn.commands import in_bytes
 from hf_rfattn.results import (
     CONTROLS,
     SOFTMAX,
@@ -15,6 +14,7 @@ from hf_rfattn.results import (
     Table,
     as_html,
     as_markdown,
+    in_bytes,
     number,
     write_images,
     write_result,
