@@ -27,11 +27,6 @@ QUICK |= {"learning_rate": 1e-3, "eval_batch_size": 16}
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Pairs of sentences, as files."""
     import datasets
