@@ -91,7 +91,7 @@ def learned_positions(model: nn.Module) -> int | None:
     return min((growth.length for growth in _find_growths(model) if growth.tables), default=None)
 
 
-def longest_input(model: nn.Module) -> int | None:
+def longest_input(model: PreTrainedModel) -> int | None:
     """How many tokens a model takes; None if its config names no limit.
 
     >>> from transformers import LlamaConfig, LlamaModel, RobertaConfig, RobertaModel
