@@ -30,8 +30,9 @@ from training.transfer import TRANSFER, Inputs, transfer_document
 from transformers import PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.commands import load_config, model_class, parse_attention
 from hf_rfattn.hub.cards import write_card
+from hf_rfattn.integration.loading import load_config, model_class
+from hf_rfattn.mechanisms import parse_attention
 from hf_rfattn.results import RESULTS, checkpoint_fingerprint, new_result, parse_result, without_folders, write_result
 
 USUAL_LENGTH = 512

@@ -10,7 +10,7 @@ from support.word_tokenizers import TEXT, save_with_tokenizer
 
 import hf_rfattn
 from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model, results
-from hf_rfattn.commands import model_class
+from hf_rfattn.integration.loading import model_class
 from hf_rfattn.mechanisms.registry import mechanism_aliases
 
 SIZE = dict(vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)

@@ -1,5 +1,6 @@
 """Docstrings of this package as Markdown: their examples in fences, and "`option`: what it does." as lists."""
 
+import ast
 import re
 from typing import Any
 
@@ -10,6 +11,13 @@ HEADING = re.compile(rf"(?:(?<=\. )|(?<=\A))({OPTIONS}(?:(?:, | and ){OPTIONS})*
 
 
 class Markdown(griffe.Extension):
+    def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
+        """An option of a mechanism, `option(default, help)`, is shown with its default and described by its help."""
+        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "option":
+            default, text = attr.value.arguments
+            attr.value = default
+            attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr)
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)

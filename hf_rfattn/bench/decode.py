@@ -28,13 +28,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMH
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import patch_model, unpatch_model
-from ..commands import in_bytes, load_config, longest_input
 from ..integration.cache import RecurrentLayer
 from ..integration.cost import attention_cost
 from ..integration.discovery import find_attention
+from ..integration.loading import load_config, longest_input
 from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
 from ..results import SOFTMAX, load_average, name_of, new_result, rounded
 from ..results.plots import BASELINE
+from ..results.units import in_bytes
 from .contenders import named_configs
 from .devices import DTYPES, check_device, check_dtype
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads

@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from ..commands import in_bytes
 from ..results import SOFTMAX, machine
 from ..results.plots import BASELINE, line_style, log_log, title_and_legend
+from ..results.units import in_bytes
 
 Cells = dict[tuple[str, int, int], dict[str, Any]]
 

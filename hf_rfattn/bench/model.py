@@ -24,9 +24,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import unpatch_model
-from ..commands import load_config, longest_input, model_class
 from ..integration.cost import is_causal
 from ..integration.discovery import find_attention
+from ..integration.loading import load_config, longest_input, model_class
 from ..integration.names import SPEC
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from ..results import (

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from ..commands import in_bytes
 from ..results import SOFTMAX, machine
 from ..results.plots import line_style, log_log, mark_crossover, title_and_legend
+from ..results.units import in_bytes
 from .bars import AT_LEAST, MET
 
 Cell = dict[str, Any]

@@ -11,7 +11,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..commands import in_bytes
 from ..results import (
     RESULTS,
     Result,
@@ -24,6 +23,7 @@ from ..results import (
     write_result,
     write_whole,
 )
+from ..results.units import in_bytes
 from .citations import cite
 from .comparison import Comparison, compare, crossover, limitations, speeds
 from .folder import CARD, PLOT, CheckpointFolder, attention_label, full_config, mechanism_names_in

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..commands import option_value
 from ..integration.spec import parse_layers
 from ..mechanisms import resolve_config
+from ..mechanisms.config import option_value
 from ..results import SOFTMAX, checkpoint_fingerprint, results_fingerprint, weight_files
 from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
 

@@ -15,8 +15,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ..commands import named_model_class
 from ..integration import names as names_module
+from ..integration.loading import named_model_class
 from ..integration.names import CODE
 from ..results import RESULTS
 from ..results.fingerprint import CONFIG, INDEX

@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hf_rfattn.commands import option_value
-from hf_rfattn.mechanisms.config import did_you_mean
+from hf_rfattn.mechanisms.config import did_you_mean, option_value
 
 BEFORE = "before"
 

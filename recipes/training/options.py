@@ -11,8 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from hf_rfattn.commands import option_value
-from hf_rfattn.mechanisms.config import did_you_mean
+from hf_rfattn.mechanisms.config import did_you_mean, option_value
 
 Options = TypeVar("Options", bound="RunOptions")
 

@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..commands import errors_without_traceback, parse_choices, parse_numbers
+from .errors import errors_without_traceback, parse_choices, parse_numbers
 
 app = typer.Typer(name="bench", help="Measure speed and memory on this machine.", no_args_is_help=True)
 
@@ -86,9 +86,9 @@ def decode(
     with errors_without_traceback():
         import transformers
 
+        from ..bench.decode import Settings, measure_decode
+        from ..bench.decode_report import plot, tables
         from ..results import without_folders, write_result
-        from .decode import Settings, measure_decode
-        from .decode_report import plot, tables
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -154,9 +154,9 @@ def ops(
 ) -> None:
     """Time of one attention layer by length: mechanisms, softmax, the matrix products alone as the limit, and peers."""
     with errors_without_traceback():
+        from ..bench.ops import Settings, measure_ops
+        from ..bench.ops_report import plot, tables
         from ..results import without_folders, write_result
-        from .ops import Settings, measure_ops
-        from .ops_report import plot, tables
 
         settings = Settings(
             lengths=parse_numbers("--lengths", lengths, LENGTHS),
@@ -231,9 +231,9 @@ def model(
     with errors_without_traceback():
         import transformers
 
+        from ..bench.model import SHAPES, Settings, measure_model, speed_documents
+        from ..bench.model_report import plot, tables
         from ..results import without_folders, write_result
-        from .model import SHAPES, Settings, measure_model, speed_documents
-        from .model_report import plot, tables
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
@@ -288,9 +288,9 @@ def compile_time(
 ) -> None:
     """Time of torch.compile at each new input length: softmax and mechanisms."""
     with errors_without_traceback():
+        from ..bench.compile_time import Settings, measure_compile_time, table
+        from ..bench.contenders import named_configs
         from ..results import write_result
-        from .compile_time import Settings, measure_compile_time, table
-        from .contenders import named_configs
 
         names = list(named_configs(_names(attention) or ["favor+"]))
         settings = Settings(parse_numbers("--lengths", lengths, COMPILE_LENGTHS), names, backend, threads, seed)
