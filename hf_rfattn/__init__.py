@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         redraw,
         unpatch_model,
     )
-    from .integration.loading import longest_input
+    from .integration.reading import longest_input
     from .mechanisms import Mechanism, MechanismConfig, build_mechanism, mechanism_names, register_mechanism
     from .mechanisms.average import AverageConfig
     from .mechanisms.band import BandConfig
@@ -77,7 +77,7 @@ _HOMES = {
         "redraw",
         "unpatch_model",
     ],
-    "integration.loading": ["longest_input"],
+    "integration.reading": ["longest_input"],
     "mechanisms": ["Mechanism", "MechanismConfig", "build_mechanism", "mechanism_names", "register_mechanism"],
     "mechanisms.average": ["AverageConfig"],
     "mechanisms.band": ["BandConfig"],

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_rfattn
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.integration import loading
+from hf_rfattn.integration import reading
 from hf_rfattn.mechanisms import parse_attention
 from hf_rfattn.results import RESULTS, checkpoint_fingerprint, new_result, parse_result, without_folders, write_result
 
@@ -122,9 +122,9 @@ def _convert(options: ConvertOptions, lock: FileLock) -> Path:
     tell = Progress(accelerator.is_main_process)
     result = new_result("transfer", seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
     with told_at_once():
-        config = loading.load_config(options.model)
+        config = reading.load_config(options.model)
         tokenizer = load_tokenizer(options)
-        model = loading.model_class(config).from_pretrained(options.model, config=config).to(accelerator.device)
+        model = reading.model_class(config).from_pretrained(options.model, config=config).to(accelerator.device)
         source = find_source(
             options.data,
             "Salesforce/wikitext",

@@ -10,7 +10,7 @@ from support.word_tokenizers import TEXT, save_with_tokenizer
 
 import hf_rfattn
 from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model, results
-from hf_rfattn.integration.loading import model_class
+from hf_rfattn.integration.reading import model_class
 from hf_rfattn.mechanisms import describe_options, resolve_config
 from hf_rfattn.mechanisms.registry import mechanism_aliases
 

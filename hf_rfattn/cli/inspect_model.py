@@ -75,8 +75,8 @@ def _inspect(
 
     from ..integration.cost import crossover_length, is_causal
     from ..integration.discovery import find_attention
-    from ..integration.loading import load_config, model_class
     from ..integration.positions import learned_positions
+    from ..integration.reading import load_config, model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -158,7 +158,7 @@ def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[d
 
     A count does not tell training from inference; it is given for what was not measured at all.
     """
-    from ..bench.crossover import find_crossover
+    from ..bench.break_even import find_crossover
     from ..integration.cost import crossover_length
 
     kinds: dict[tuple[bool, int, int], list[tuple[Mechanism, bool]]] = {}
@@ -189,7 +189,7 @@ def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[d
 def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) -> dict[str, Any]:
     """Number of tokens of the text that were used, and the error on them."""
     from .. import attention_error
-    from ..integration.loading import first_tokens
+    from ..integration.reading import first_tokens
 
     model = cls.from_pretrained(name, trust_remote_code=False).eval()
     batch = first_tokens(text, name, model, MOST_TOKENS)

@@ -65,7 +65,7 @@ def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -
     """Load a model and its tokenizer, change them, and save them into a new folder."""
     import transformers
 
-    from ..integration.loading import load_config, model_class
+    from ..integration.reading import load_config, model_class
     from ..results.folders import new_folder
 
     transformers.logging.set_verbosity_error()

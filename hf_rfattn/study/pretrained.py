@@ -15,7 +15,7 @@ from transformers import AutoModel, PreTrainedModel
 from .. import patch_model, unpatch_model
 from ..integration.discovery import find_attention
 from ..integration.error import softmax_in_place
-from ..integration.loading import first_tokens, load_config
+from ..integration.reading import first_tokens, load_config
 from ..mechanisms import Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 from ..results import name_of

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.integration import loading
+from hf_rfattn.integration import reading
 from hf_rfattn.mechanisms import parse_attention
 
 from .batches import PadBatch
@@ -24,7 +24,7 @@ def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
 
 def _read_config(option: str, name: str, changes: dict[str, Any]) -> PreTrainedConfig:
     try:
-        return loading.load_config(name, **changes)
+        return reading.load_config(name, **changes)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
 
@@ -50,7 +50,7 @@ def load_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} has no tokenizer that can be read: {loading.first_paragraph(error)} Give --tokenizer."
+            f"{name!r} has no tokenizer that can be read: {reading.first_paragraph(error)} Give --tokenizer."
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"The tokenizer of {name!r} has no fast version, which the recipes need.")
@@ -75,7 +75,7 @@ def load_model(
     try:
         model = auto_class.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
     except OSError as error:
-        raise ValueError(f"{name!r} cannot be read: {loading.first_paragraph(error)}") from error
+        raise ValueError(f"{name!r} cannot be read: {reading.first_paragraph(error)}") from error
     return ready_to_train(model, tokenizer)
 
 
@@ -92,7 +92,7 @@ def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def has_new_head(model: PreTrainedModel, options: RunOptions) -> bool:
     """Whether --model had no head for the task, so that it got one with random weights."""
-    known = None if options.model is None else loading.load_config(options.model).architectures
+    known = None if options.model is None else reading.load_config(options.model).architectures
     return type(model).__name__ not in (known or ())
 
 
@@ -128,7 +128,7 @@ def mechanism_parameters(model: nn.Module) -> set[str]:
 
 def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
     """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
-    limit = loading.longest_input(model)
+    limit = reading.longest_input(model)
     if wanted is None:
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
