@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRAS = {
-    "jinja2": "hub",
     "matplotlib": "plots",
     "psutil": "bench",
     "rich": "bench",
     "accelerate": "recipes",
     "datasets": "recipes",
-    "evaluate": "recipes",
 }
 
 

@@ -29,6 +29,7 @@ ROOMS = [
     "study",
     "hub",
     "cli",
+    "__main__",
 ]
 TORCH_ALONE = ("ops", "features", "mrf", "mechanisms")
 NOT_FOR_RECIPES = ("ops", "features", "integration")

@@ -11,9 +11,14 @@ HEADING = re.compile(rf"(?:(?<=\. )|(?<=\A))({OPTIONS}(?:(?:, | and ){OPTIONS})*
 
 
 class Markdown(griffe.Extension):
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        for parameter in cls.parameters:
+            if _is_option(parameter.default):
+                parameter.default = parameter.default.arguments[0]
+
     def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
         """An option of a mechanism, `option(default, help)`, is shown with its default and described by its help."""
-        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "option":
+        if _is_option(attr.value):
             default, text = attr.value.arguments
             attr.value = default
             attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr)
@@ -21,6 +26,10 @@ class Markdown(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)
+
+
+def _is_option(value: Any) -> bool:
+    return isinstance(value, griffe.ExprCall) and str(value.function) == "option"
 
 
 def to_markdown(docstring: str) -> str:

@@ -85,6 +85,7 @@ def _command(context: typer.Context) -> str:
 
 def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None:
     """Measure, write the result, its plots and the documents for cards, and print its tables."""
+    import matplotlib.figure  # noqa: F401  # plots come last: better missed before hours of measuring
     import transformers
 
     from ..results import print_blocks, without_folders, write_images, write_result

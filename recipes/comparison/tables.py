@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_rfattn.hub.comparison import CONTROLS
 from hf_rfattn.results import (
+    CONTROLS,
     SOFTMAX,
     Block,
     Heading,
@@ -20,7 +20,7 @@ from hf_rfattn.results import (
 )
 from hf_rfattn.results.units import in_bytes
 
-from .plots import crossover, pareto
+from .figures import crossover, pareto
 
 DASH = "–"
 DROPOUT = (
