@@ -19,11 +19,11 @@ if TYPE_CHECKING:
         calibrate,
         choose_attention,
         extend_positions,
-        longest_input,
         patch_model,
         redraw,
         unpatch_model,
     )
+    from .integration.reading import longest_input
     from .mechanisms import (
         Mechanism,
         MechanismConfig,
@@ -87,11 +87,11 @@ _HOMES = {
         "calibrate",
         "choose_attention",
         "extend_positions",
-        "longest_input",
         "patch_model",
         "redraw",
         "unpatch_model",
     ],
+    "integration.reading": ["longest_input"],
     "mechanisms": [
         "Mechanism",
         "MechanismConfig",

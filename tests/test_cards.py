@@ -17,7 +17,8 @@ from hf_rfattn.hub.citations import PAPERS, bibliography
 from hf_rfattn.hub.findings import FAR, crossover
 from hf_rfattn.hub.folder import CheckpointFolder
 from hf_rfattn.mechanisms import mechanism_names
-from hf_rfattn.results import checkpoint_fingerprint, in_bytes, number, parse_result
+from hf_rfattn.results import checkpoint_fingerprint, number, parse_result
+from hf_rfattn.results.units import in_bytes
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from ..results import (
     SpeedResult,
     Table,
     TransferResult,
-    in_bytes,
     number,
 )
 from ..results.report import DASH
+from ..results.units import in_bytes
 from .card_plot import plot_results
 from .citations import cite
 from .findings import Comparison, crossover, limitations

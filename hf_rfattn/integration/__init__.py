@@ -4,7 +4,7 @@ from .attention import register
 from .checkpoint import install
 from .error import AttentionError, attention_error, calibrate
 from .patching import patch_model, unpatch_model
-from .positions import extend_positions, longest_input
+from .positions import extend_positions
 from .redraw import keep_draws_when_averaging, redraw
 from .selection import AttentionChoice, choose_attention
 
@@ -19,7 +19,6 @@ __all__ = [
     "calibrate",
     "choose_attention",
     "extend_positions",
-    "longest_input",
     "patch_model",
     "redraw",
     "unpatch_model",

@@ -91,19 +91,6 @@ def learned_positions(model: nn.Module) -> int | None:
     return min((growth.length for growth in _find_growths(model) if growth.tables), default=None)
 
 
-def longest_input(model: PreTrainedModel) -> int | None:
-    """How many tokens a model takes; None if its config names no limit.
-
-    >>> from transformers import LlamaConfig, LlamaModel, RobertaConfig, RobertaModel
-    >>> size = {"hidden_size": 12, "num_hidden_layers": 1, "intermediate_size": 8, "max_position_embeddings": 66}
-    >>> longest_input(RobertaModel(RobertaConfig(**size)))  # whose positions begin behind the padding token's
-    64
-    >>> longest_input(LlamaModel(LlamaConfig(**size, num_attention_heads=2, vocab_size=9)))
-    66
-    """
-    return learned_positions(model) or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 class PositionLimit:
     """Forward pre-hook of a patched model: says what to do with inputs that are longer than its table of positions."""
 

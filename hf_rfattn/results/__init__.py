@@ -53,10 +53,8 @@ from .report import (
     Table,
     as_html,
     as_markdown,
-    in_bytes,
     number,
     print_blocks,
-    si,
     spread_of,
     times,
     write_images,
@@ -72,6 +70,7 @@ from .schema import (
     parse_result,
     read_results,
 )
+from .units import in_bytes, si
 
 __all__ = [
     "CONTROLS", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block", "Bullets",

@@ -14,11 +14,11 @@ from hf_rfattn.results import (
     Table,
     as_html,
     as_markdown,
-    in_bytes,
     number,
     write_images,
     write_result,
 )
+from hf_rfattn.results.units import in_bytes
 
 from .figures import crossover, pareto
 

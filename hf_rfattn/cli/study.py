@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..commands import errors_without_traceback
+from .errors import errors_without_traceback
 
 app = typer.Typer(
     name="study",
@@ -73,8 +73,8 @@ def _run(name: str, full: bool, output: Path, **settings: Any) -> None:
     """Measure, saying what is being done, write, and print the conclusions."""
     with errors_without_traceback():
         from ..results import Bullets, print_blocks
-        from . import study_class
-        from .base import run_study, write_study
+        from ..study import study_class
+        from ..study.base import run_study, write_study
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")
