@@ -254,7 +254,7 @@ def _halve(columns: Tensor, levels: int, own_levels: Tensor) -> Tensor:
         key = keys[torch.arange(W, device=keys.device), column].gather(1, slots).view(-1, size >> level)
         sides = [key.topk(key.shape[1] // 2, dim=1, largest=large, sorted=False).indices for large in (False, True)]
         slots = slots.reshape(key.shape).gather(1, torch.cat(sides, dim=1)).view(W, size)
-    return slots
+    return slots.view(W, 2**levels, -1).sort(dim=2).values.view(W, size)
 
 
 @torch.library.custom_op("hf_rfattn::content_order", mutates_args=())
