@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from .conversion import Conversion, convert
     from .hub.publish import publish
     from .integration import (
+        AttentionChoice,
         AttentionError,
         attention_error,
         calibrate,
+        choose_attention,
         extend_positions,
         patch_model,
         redraw,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionChoice",
     "AttentionError",
     "AverageConfig",
     "BandConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "attention_error",
     "build_mechanism",
     "calibrate",
+    "choose_attention",
     "convert",
     "extend_positions",
     "mechanism_names",
@@ -61,9 +65,11 @@ _HOMES = {
     "conversion": ["Conversion", "convert"],
     "hub.publish": ["publish"],
     "integration": [
+        "AttentionChoice",
         "AttentionError",
         "attention_error",
         "calibrate",
+        "choose_attention",
         "extend_positions",
         "patch_model",
         "redraw",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from comparison.blocks import as_rich
 from comparison.card import best_checkpoint
 from comparison.launch import Failure, collect, launch, outcome, task_of, time_left, unfinished
 from comparison.plan import Plan, Run, read_plan
@@ -26,6 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from training.progress import clock
 from training.run import told_at_once
+
+from hf_rfattn.results import Heading, print_blocks
 
 NOTE = 60  # characters of a run's last line beside the bar
 
@@ -109,7 +110,7 @@ def finish(output: Path, console: Console) -> None:
     summary = read_summary(output / "results")
     written = write_report(summary, output)
     if summary["accuracy"]:
-        console.print(as_rich(overview_table(summary), summary["title"]))
+        print_blocks([Heading(summary["title"]), overview_table(summary)], console)
     for path in written:
         console.print(f"Written: {path}", soft_wrap=True, markup=False)
     best = best_checkpoint(summary, output)

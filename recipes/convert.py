@@ -30,11 +30,9 @@ from training.transfer import TRANSFER, Inputs, transfer_document
 from transformers import PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.bench.results import new_result, without_folders, write_result
 from hf_rfattn.commands import load_config, model_class, parse_attention
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import RESULTS, checkpoint_fingerprint
+from hf_rfattn.results import RESULTS, checkpoint_fingerprint, new_result, parse_result, without_folders, write_result
 
 USUAL_LENGTH = 512
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")

@@ -20,9 +20,9 @@ from comparison.report import crossing
 from rich.console import Console
 from training.run import told_at_once
 
-from hf_rfattn.bench import ops_report
-from hf_rfattn.bench.ops import Settings, measure_ops
-from hf_rfattn.bench.results import write_result
+from hf_rfattn.bench import ops
+from hf_rfattn.bench.settings import OpsSettings
+from hf_rfattn.results import write_images, write_result
 from hf_rfattn.study.pretrained import DEMO, model_folder
 
 LENGTHS = [128, 512, 2048, 4096]
@@ -59,13 +59,13 @@ def main(
 
 def time_by_length(output: Path) -> dict[str, Any]:
     """One bidirectional layer with the heads of the model, written and drawn as `hf-rfattn bench ops` does it."""
-    settings = Settings(
-        lengths=LENGTHS, features=[32], attention=TIMED, dtypes=["float32"], causal=(False,), training=(False,),
-        head_dim=32, repetitions=9, max_seconds=1.0, memory_length=0,
+    settings = OpsSettings(
+        lengths=LENGTHS, features=[32], attention=TIMED, dtypes=["float32"], directions=[False], passes=[False],
+        head_dim=32, repetitions=9, max_seconds=1.0,
     )  # fmt: skip
-    result = measure_ops(settings)
+    result = ops.measure(settings)
     write_result(result, output / "ops.json")
-    ops_report.plot(result, "float32").savefig(output / "ops.png", dpi=150)
+    write_images(ops.report(result, "ops"), output)
     return result
 
 

@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import hidden, tiny_gpt2, tiny_llama
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
-from test_checkpoint import altered, ids
+from support.models import altered, hidden, ids, tiny_gpt2, tiny_llama
 from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_rfattn import FmmConfig, patch_model, redraw, unpatch_model

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import hidden, tiny_bert
+from support.models import hidden, tiny_bert
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hf_rfattn import patch_model, redraw

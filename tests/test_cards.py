@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from result_documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, speed, task, write_results
+from support.documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, speed, task, write_results
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
 from hf_rfattn.commands import in_bytes
 from hf_rfattn.hub.cards import auto_class, make_card, render, write_card
 from hf_rfattn.hub.citations import PAPERS, bibliography
-from hf_rfattn.hub.comparison import FAR, crossover, number
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import CheckpointFolder, checkpoint_fingerprint
+from hf_rfattn.hub.comparison import FAR, crossover
+from hf_rfattn.hub.folder import CheckpointFolder
 from hf_rfattn.mechanisms import mechanism_names
+from hf_rfattn.results import checkpoint_fingerprint, number, parse_result
 
 
 @pytest.fixture(scope="module")

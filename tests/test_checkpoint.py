@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import MODELS, hidden, tiny_bert, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_patching import mechanisms, tiny_bart
+from support.models import MODELS, altered, assert_same_model, hidden, ids, mechanisms, tiny_bart, tiny_bert, tiny_llama
+from support.variants import every_variant
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -24,36 +24,14 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from variants import every_variant
 
 from hf_rfattn import FmmConfig, patch_model, redraw, unpatch_model
 from hf_rfattn.features.maps import RandomFeatures
-from hf_rfattn.integration.checkpoint import read_spec
-
-
-def ids(batch=2, length=30):
-    return torch.randint(1, 50, (batch, length))
+from hf_rfattn.integration.spec import PatchSpec
 
 
 def auto(family):
     return AutoModel if family == "bert" else AutoModelForCausalLM
-
-
-def altered(model):
-    """Every mechanism tensor changed by hand: what comes back must be this, not a new draw."""
-    with torch.no_grad():
-        for m in mechanisms(model).values():
-            for tensor in m.state_dict().values():
-                if tensor.is_floating_point():
-                    tensor.mul_(1.25)
-    return model
-
-
-def assert_same_model(a, b, **inputs):
-    assert a.state_dict().keys() == b.state_dict().keys()
-    assert all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
-    assert torch.equal(hidden(a, **inputs), hidden(b, **inputs))
-    assert {n: m.config for n, m in mechanisms(a).items()} == {n: m.config for n, m in mechanisms(b).items()}
 
 
 @pytest.fixture
@@ -364,7 +342,7 @@ def test_every_document_loads_or_raises_value_error(spec):
     except ValueError:
         return
     if spec is not None:
-        read_spec(spec)  # what loads is a document that makes sense
+        PatchSpec.from_dict(spec)  # what loads is a document that makes sense
 
 
 def test_a_folder_can_be_moved(saved, tmp_path_factory):

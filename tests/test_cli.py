@@ -5,48 +5,22 @@ import json
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
+from support.commands import failure, run
+from support.word_tokenizers import TEXT, save_with_tokenizer
 
 import hf_rfattn
-from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model
-from hf_rfattn.bench import results
-from hf_rfattn.cli import app
+from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model, results
 from hf_rfattn.commands import model_class
 from hf_rfattn.mechanisms.registry import mechanism_aliases
 
-TEXT = "the cat sat on the mat and the dog sat on the cat"
 SIZE = dict(vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert result.exit_code == code, result.output
-    return result.stderr if code else result.stdout
-
-
-def failure(*arguments):
-    """What went to stderr of a command that fails with code 2: one line."""
-    message = run(*arguments, code=2)
-    assert message.startswith("hf-rfattn: ") and message.count("\n") == 1, message
-    return message
-
-
-def save(model, folder):
-    words = ["[PAD]", "[UNK]", *sorted(set(TEXT.split()))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
-    fast.save_pretrained(folder)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.BertConfig(**SIZE, max_position_embeddings=64)
-    return save(transformers.BertForMaskedLM(config), tmp_path_factory.mktemp("bert"))
+    return save_with_tokenizer(transformers.BertForMaskedLM(config), tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +28,7 @@ def llama(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZE, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    return save(model, tmp_path_factory.mktemp("llama"))
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import torch
 import yaml
 from compare import main as compare
 from comparison import launch, plan
-from recipe_models import make_bert, make_gpt2, run_apart
-from result_documents import make_checkpoint, task
+from support.documents import make_checkpoint, task
+from support.recipes import make_bert, make_gpt2, run_apart
 
-from hf_rfattn.hub.folder import checkpoint_fingerprint
+from hf_rfattn.results import checkpoint_fingerprint
 
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 16, "batch_size": 8, "max_steps": 2}
 SMALL = {

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from variants import every_variant
+from support.variants import every_variant
 
 import hf_rfattn
 from hf_rfattn import FavorConfig, FmmConfig, HedgehogConfig, LinearConfig, MechanismConfig, RffConfig, build_mechanism

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import MODELS, hidden, tiny_llama
-from test_patching import mechanisms
-from tiny_models import build, make_inputs, outputs
+from support.architectures import build, make_inputs, outputs
+from support.models import MODELS, hidden, mechanisms, tiny_llama
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from conftest import MODELS, tiny_bert, tiny_llama
-from recipe_models import tokenizer
+from support.conversion import Torn, learnt, make_batches, same, torn
+from support.models import MODELS, lively, tiny_bert, tiny_llama
+from support.recipes import sample_tokenizer
 from torch import distributed
 
 from hf_rfattn import attention_error, convert, patch_model
@@ -15,32 +16,6 @@ from hf_rfattn.mechanisms import Mechanism
 from hf_rfattn.ops import softmax_attention
 
 every_model = pytest.mark.parametrize("family", list(MODELS))
-
-
-def lively(model):
-    """With weights large enough for attention to differ from averaging."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(5)
-    return model
-
-
-def make_batches(count=6, rows=4, length=24):
-    batches = []
-    for _ in range(count):
-        mask = torch.ones(rows, length, dtype=torch.long)
-        mask[0, length // 2 :] = 0
-        batches.append({"input_ids": torch.randint(1, 50, (rows, length)), "attention_mask": mask})
-    return batches
-
-
-def learnt(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if ".rf." in name}
-
-
-def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @every_model
@@ -136,17 +111,6 @@ def test_bf16(family):
     report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.01, progress=False)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert all(a < 0.85 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
-
-
-class Torn(Exception):
-    pass
-
-
-def torn(batches, end):
-    """Batches, again and again, that break off before step `end`."""
-    for number in range(end):
-        yield batches[number % len(batches)]
-    raise Torn
 
 
 def test_it_goes_on_where_it_was(tmp_path):
@@ -247,7 +211,7 @@ def test_processes_share_texts(monkeypatch):
 
 def test_texts():
     texts = [f"{a} : {b} ; {a} ." for a in ("box", "cup", "jar", "pot") for b in ("red", "blue", "green", "grey")]
-    options = {"tokenizer": tokenizer(), "batch_size": 4, "steps": 5, "progress": False}
+    options = {"tokenizer": sample_tokenizer(), "batch_size": 4, "steps": 5, "progress": False}
     models = [copy.deepcopy(tiny) for tiny in [tiny_bert()] * 3]
     for model, seed in zip(models, (0, 0, 1), strict=True):
         convert(model, "hedgehog", texts, seed=seed, **options)
@@ -274,7 +238,7 @@ def test_mistakes_are_told():
     for options, message in [
         ({"steps": 0}, "steps must be a positive"),
         ({"patience": 0}, "patience must be a positive"),
-        ({"tokenizer": tokenizer()}, "tokenizer is for texts"),
+        ({"tokenizer": sample_tokenizer()}, "tokenizer is for texts"),
         ({"measure": batches}, "measure must be one batch.*not list"),
         ({"num_features": -1}, "num_features"),
     ]:

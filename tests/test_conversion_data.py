@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from conftest import tiny_bert
 from datasets import Dataset
-from recipe_models import tokenizer
 from safetensors.torch import load, save
-from test_conversion import Torn, learnt, lively, make_batches, same, torn
+from support.conversion import Torn, learnt, make_batches, same, torn
+from support.models import lively, tiny_bert
+from support.recipes import sample_tokenizer
 from torch import distributed
 from torch.utils.data import DataLoader
 
@@ -21,7 +21,7 @@ TEXTS = [f"{a} : {b} ; {a} ." for a in ("box", "cup", "jar", "pot") for b in ("r
 
 
 def test_one_batch_alone_in_a_list_or_as_texts():
-    model, words = lively(tiny_bert()), tokenizer()
+    model, words = lively(tiny_bert()), sample_tokenizer()
     (batch,) = make_batches(1)
     encoded = words(TEXTS[:4], padding=True, return_tensors="pt")
     found = []
@@ -44,12 +44,12 @@ def test_one_batch_alone_in_a_list_or_as_texts():
 def test_one_text_and_few_texts():
     """All of them are trained on, and measured on, unless a whole batch can be kept apart."""
     model = lively(tiny_bert())
-    options = {"tokenizer": tokenizer(), "batch_size": 4, "steps": 3, "progress": False}
+    options = {"tokenizer": sample_tokenizer(), "batch_size": 4, "steps": 3, "progress": False}
     for texts in (TEXTS[0], TEXTS[:1], TEXTS[:5], TEXTS[:7]):
         copied = copy.deepcopy(model)
         report = convert(copied, "hedgehog", texts, **options)
         assert all(a < b for a, b in zip(report.after.overall, report.before.overall, strict=True))
-    one = tokenizer()(TEXTS[:1], return_tensors="pt")
+    one = sample_tokenizer()(TEXTS[:1], return_tensors="pt")
     copied = copy.deepcopy(model)
     report = convert(copied, "hedgehog", TEXTS[0], **options)
     assert report.after.overall == attention_error(copied, one).overall
@@ -58,7 +58,7 @@ def test_one_text_and_few_texts():
 
 
 def test_texts_are_cut_where_the_tokenizer_says():
-    model, words = lively(tiny_bert()), tokenizer()
+    model, words = lively(tiny_bert()), sample_tokenizer()
     words.model_max_length = 160  # as many as there are positions
     convert(model, "hedgehog", ["box : red ; " * 100] * 2, tokenizer=words, steps=1, progress=False)
 

@@ -8,12 +8,10 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from result_documents import make_checkpoint, speed, task
+from support.documents import make_checkpoint, speed, task
 
-from hf_rfattn.bench.results import new_result
-from hf_rfattn.hub.comparison import number
-from hf_rfattn.hub.documents import parse_result, read_results
-from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in, results_fingerprint
+from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in
+from hf_rfattn.results import new_result, number, parse_result, read_results, results_fingerprint
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 

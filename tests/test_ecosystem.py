@@ -9,18 +9,17 @@ import threading
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.models import MODELS, gradients, hidden, tiny_bert, tiny_gpt2, tiny_llama
+from support.variants import every_mechanism
+from support.word_tokenizers import tiny_tokenizer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     pipeline,
 )
-from variants import every_mechanism
 
 from hf_rfattn import attention_error, calibrate, patch_model, unpatch_model
 from hf_rfattn.features.maps import RandomFeatures
@@ -30,13 +29,6 @@ every_model = pytest.mark.parametrize("family", MODELS)
 
 def ids(batch=2, length=70):
     return torch.randint(1, 50, (batch, length))
-
-
-def gradients(model, **inputs):
-    model.zero_grad()
-    out = hidden(model, **inputs)
-    out.square().mean().backward()
-    return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def classifier():
@@ -61,50 +53,6 @@ def test_gradient_checkpointing(family, variant, reentrant):
     assert expected.keys() == checkpointed.keys()
     for name, grad in expected.items():
         torch.testing.assert_close(grad, checkpointed[name])
-
-
-@pytest.mark.slow
-@every_model
-@every_mechanism
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_compile_fullgraph_equals_eager(family, variant, training):
-    model = patch_model(MODELS[family](num_hidden_layers=1) if family != "gpt2" else tiny_gpt2(n_layer=1), variant[0])
-    model.train(training)
-    tokens, mask = ids(), torch.ones(2, 70, dtype=torch.long)
-    mask[1, :20] = 0
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for inputs in ({"input_ids": tokens, "attention_mask": mask}, {"input_ids": tokens}):
-        inputs["use_cache"] = False
-        if training:
-            out, expected = gradients(model, **inputs)
-            model.zero_grad()
-            result = hidden(compiled, **inputs)
-            result.square().mean().backward()
-            for name, p in model.named_parameters():
-                if name in expected:
-                    torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
-        else:
-            with torch.no_grad():
-                out, result = hidden(model, **inputs), hidden(compiled, **inputs)
-        torch.testing.assert_close(result.detach(), out, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_inductor_code_equals_eager():
-    """The default backend generates code of its own: one causal model in training, near and far field."""
-    model = patch_model(tiny_llama(num_hidden_layers=1), "fmm").train()
-    tokens = ids()
-    out, expected = gradients(model, input_ids=tokens, use_cache=False)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    model.zero_grad()
-    result = hidden(compiled, input_ids=tokens, use_cache=False)
-    result.square().mean().backward()
-    torch.testing.assert_close(result.detach(), out, rtol=1e-4, atol=1e-5)
-    for name, p in model.named_parameters():
-        if name in expected:
-            torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
 @every_model
@@ -187,13 +135,6 @@ def test_trainer_trains_the_mechanisms(tmp_path):
     assert torch.isfinite(torch.tensor(result.training_loss))
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert {n for n in before if ".rf." in n} <= changed
-
-
-def tiny_tokenizer():
-    words = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "good", "bad", "film", "the"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def test_pipeline():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_llama
+from support.models import tiny_llama
 from transformers import GenerationConfig
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 from transformers.exporters.utils import decompose_for_generation

@@ -5,11 +5,11 @@ import tracemalloc
 
 import pytest
 import torch
-from conftest import tiny_bert
+from support.models import tiny_bert
 from transformers import AutoModel
 
 from hf_rfattn import build_mechanism, patch_model
-from hf_rfattn.integration.checkpoint import read_spec
+from hf_rfattn.integration.spec import PatchSpec
 
 FAVOR = {"mechanism": "favor+"}
 SPEC = {"format": 1, "seed": 0, "cross_attention": False, "softmax": "sdpa", "layers": {"0-1": FAVOR}}
@@ -39,11 +39,11 @@ def test_softmax_is_a_name_that_transformers_ships(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"])
 def test_plain_names_are_read(name):
-    assert read_spec({**SPEC, "softmax": name})[1:] == (False, 0)
+    assert PatchSpec.from_dict({**SPEC, "softmax": name}).seed == 0
 
 
 def read_layers(layers):
-    return read_spec({**SPEC, "layers": layers})
+    return PatchSpec.from_dict({**SPEC, "layers": layers})
 
 
 @pytest.mark.parametrize(

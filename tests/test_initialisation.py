@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from conftest import MODELS, hidden, tiny_bert
+from support.models import MODELS, hidden, tiny_bert
+from support.variants import every_mechanism, every_variant
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel, PreTrainedModel
-from variants import every_mechanism, every_variant
 
 from hf_rfattn import build_mechanism, patch_model, redraw
 from hf_rfattn.mechanisms import Mechanism

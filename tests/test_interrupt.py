@@ -12,9 +12,9 @@ import pytest
 import transformers
 import typer
 import write_text
-from recipe_models import ROOT, environment, make_bert
 from safetensors import SafetensorError
-from test_cli import run
+from support.commands import run
+from support.recipes import ROOT, environment, make_bert
 from training import interrupt
 from typer.testing import CliRunner
 

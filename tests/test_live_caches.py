@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import tiny_gpt2, tiny_llama
+from support.models import tiny_gpt2, tiny_llama
 from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_rfattn import calibrate, patch_model, redraw, unpatch_model

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import make_readme
 import pytest
-from comparison.blocks import as_markdown
 from readme import studies
-from readme.aims import aims, said_of_aims
 from readme.guide import guide
-from readme.markdown import Page
-from test_bench_ops import QUICK as QUICK_OPS
-from test_cli import run
+from readme.pages import Page
+from support.commands import QUICK_OPS, run
 
+from hf_rfattn.results import as_markdown
 from hf_rfattn.study import STUDIES
 
 ROOT = Path(__file__).parent.parent
@@ -46,10 +44,9 @@ def test_everything_in_the_speed_part_comes_from_results(tmp_path):
     for crossing, length in zip(document["crossovers"], (None, 32, 64, 64), strict=True):
         crossing |= {"length": length, "interpolated": 45 if length == 64 else None}
     document["cells"][1] |= {"speed_over_softmax": 12.345, "speed_over_peers": {"performer-pytorch": 3.21}}
-    bar = {"what": "to fly", "value": 1.25, "relation": "at least", "bound": 2, "unit": "m", "met": False, "where": "a"}
     check = {"kind": "peer", "name": "performer-pytorch", "magnitude": 0.25, "tolerance": 0.01, "passed": True}
     check |= {"deviation_at_magnitude_1": 0.5}
-    with_peers = document | {"peers": True, "bars": [bar], "checks": [check]}
+    with_peers = document | {"peers": True, "checks": [check]}
     (folder / "ops.json").write_text(json.dumps(document))
     (folder / "peers.json").write_text(json.dumps(with_peers))
     for name, (_, parts) in make_readme.PAGES.items():
@@ -62,12 +59,12 @@ def test_everything_in_the_speed_part_comes_from_results(tmp_path):
     assert "before\n<!-- speed:start -->\n**One" in page and "\n<!-- speed:end -->\nafter\n" in page
     for text in (readme, page):
         assert "old" not in text and document["hardware"]["cpu"] in text and "1 thread, torch" in text
-        assert "| bidirectional, forward, float32 | favor+, M = 8 | 12.3 × |" in text and "0 of 1 met" in text
+        assert "| bidirectional, forward, float32 | favor+, M = 8 | 12.3 × |" in text
     assert "| bidirectional, forward, M = 8 | performer-pytorch | 3.21 × | – |" in page
     assert "`favor+` with M = 8 at every length measured (up to 64)" in page
     assert "`favor+` with M = 8 at no length measured (from 32 on)" in page
     assert "(causal, forward, float32) over `favor+` with M = 8 below about 45 tokens" in page
-    assert "| to fly | ≥ 2 m | 1.25 m | a | not met |" in page and "](ops.png)" in page
+    assert "](ops.png)" in page
     assert "performer-pytorch is off by 50 %" in page
     assert (
         "3.21 × to 3.21 × that of performer-pytorch, from the worst" in readme
@@ -94,10 +91,10 @@ def test_nothing_measured_and_markers_that_are_missing():
 def test_every_study_is_told():
     assert list(studies.STUDIES) == list(STUDIES)
     found = make_readme.read_documents(ROOT / make_readme.RESULTS)
-    whole, short = (make(found, Page("")) for make in (studies.whole, studies.short))
+    whole, short = (as_markdown(make(found, Page(""))) for make in (studies.whole, studies.short))
     for name in STUDIES:
         conclusions = found[f"studies/{name}.json"]["conclusions"]
-        assert all(f"- {sentence}\n" in f"{whole}\n" for sentence in conclusions)
+        assert all(f"- {sentence}\n" in whole for sentence in conclusions)
         assert sum(sentence.replace("|", r"\|") in short for sentence in conclusions) == 1
 
 
@@ -124,7 +121,7 @@ def test_the_guide_tells_what_was_measured():
     times = {name: {"median": time} for name, time in (("softmax", 70.2), ("fmm", 20.1))}
     cells = [{"attention": name, "context": 5, "batch": 1, "ms_per_token": time} for name, time in times.items()]
     decode = {"kind": "bench decode", "contexts": [5], "batches": [1], "cells": cells}
-    lines = guide(summary, [ops, model, decode]).splitlines()
+    lines = as_markdown(guide(summary, [ops, model, decode])).splitlines()
     assert len(lines) == 4
     assert (
         lines[0].startswith("- **Length**, one causal layer") and "1,300 tokens to infer and 1,301 to train" in lines[0]
@@ -135,49 +132,8 @@ def test_the_guide_tells_what_was_measured():
     rows.append({"row": "favor+", "over_softmax": 0.65})
     other = {"part": "sst2", "learnt": True, "rows": [{**row, "over_softmax": 0.8} for row in rows]}
     lacking = {"part": "rte", "learnt": True, "rows": rows[:2]}
-    told = guide({**summary, "accuracy": [table, other, lacking]}, [])
+    told = as_markdown(guide({**summary, "accuracy": [table, other, lacking]}, []))
     assert (
         "beside each alone:** fmm 75.0 %, band 70.0 %, favor+ 72.5 % of softmax's score, mean over snli, sst2" in told
     )
-    assert guide(None, []) == "Nothing has been measured yet."
-
-
-def test_what_was_aimed_at_beside_what_was_reached():
-    def table(part, lower=False, **means):
-        rows = [
-            {
-                "row": name,
-                "attention": name,
-                "metric": {"mean": mean, "spread": spread, "values": []},
-                "over_softmax": mean / means["softmax"][0],
-            }
-            for name, (mean, spread) in means.items()
-        ]
-        return {"part": part, "scale": None if lower else 1, "lower_is_better": lower, "rows": rows, "learnt": True}
-
-    def shares(**found):
-        overview = [{"row": name, "attention": name, "mean_share_of_softmax": share} for name, share in found.items()]
-        return [each | {"control": "no attention" if each["row"] == "average" else None} for each in overview]
-
-    close = table("SNLI", softmax=(0.8, 0), fmm=(0.72, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.0)})
-    clear = table("SQuAD", softmax=(0.8, 0), fmm=(0.74, 0.02), band=(0.5, 0), **{"favor+": (0.71, 0.02)})
-    overview = shares(softmax=1.0, hedgehog=0.9, fmm=0.985, **{"hedgehog 256": 0.975, "favor+": 0.949})
-    scores = {"accuracy": [close, clear], "overview": overview}
-    losses = table("stories", True, softmax=(4.0, 0), fmm=(4.24, 0), hedgehog=(5.0, 0), **{"favor+": (4.6, 0)})
-    text = as_markdown(list(aims([scores, {"accuracy": [losses], "overview": shares(softmax=None)}])))
-    reached = [line.split(" | ")[1:] for line in text.splitlines() if line.endswith("met |  |") or "met |" in line]
-    assert [line[0] for line in reached] == [
-        "98.5 % (fmm, 2 tasks)",
-        "97.5 % (hedgehog 256, 2 tasks)",
-        "94.9 % (favor+, 2 tasks)",
-        "fmm 72.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 0.0",
-        "fmm 74.0 ± 2.0, band 50.0 ± 0.0, favor+ 71.0 ± 2.0",
-        "1.060 × (fmm)",
-        "1.150 × (favor+)",
-    ]
-    assert [line[1].rstrip(" |") for line in reached] == ["not met", "met", "not met", "not met", "met", "met", "met"]
-    (said,) = said_of_aims([scores])
-    assert said.startswith(
-        "**What was aimed at** in accuracy: 2 of 5 met; not met: the best mechanism: at least 99.0 %"
-    )
-    assert list(said_of_aims([])) == []
+    assert as_markdown(guide(None, [])) == "Nothing has been measured yet.\n"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import MODELS, hidden, tiny_bert
+from support.models import MODELS, hidden, tiny_bert
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from conftest import tiny_llama
-from variants import every_mechanism, every_variant
+from support.models import tiny_llama
+from support.variants import every_mechanism, every_variant
 
 from hf_rfattn import patch_model
 

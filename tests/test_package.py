@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_bench_ops import QUICK as QUICK_OPS
+from support.commands import QUICK_OPS
 
 ROOT = Path(__file__).parents[1]
 JOB = """

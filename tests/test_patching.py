@@ -5,22 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MODELS, hidden, tiny_bert, tiny_gpt2, tiny_llama
-from transformers import BartConfig, BartModel
-from variants import every_mechanism
+from support.models import MODELS, hidden, ids, mechanisms, tiny_bart, tiny_bert, tiny_gpt2, tiny_llama
+from support.variants import every_mechanism
 
 from hf_rfattn import BandConfig, FavorConfig, FmmConfig, attention_error, extend_positions, patch_model, unpatch_model
-from hf_rfattn.mechanisms import Mechanism
 
 every_model = pytest.mark.parametrize("family", MODELS)
-
-
-def ids(batch, length):
-    return torch.randint(1, 50, (batch, length))
-
-
-def mechanisms(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, Mechanism) and name.endswith(".rf")}
 
 
 @every_model
@@ -191,7 +181,7 @@ def test_patching_twice_replaces():
         ("favor+", {"layers": [7]}, "There is no layer 7; this model has layers 0-1"),
         ("favor+", {"layers": []}, "No layer was chosen"),
         ("favor+", {"layers": "first"}, "does not name layers"),
-        ("favor+", {"layers": [True]}, "is not a layer"),
+        ("favor+", {"layers": [True]}, "does not name layers"),
         ({0: "favor+"}, {"layers": [0]}, "already says which layers"),
         ({0: "favor+"}, {"num_features": 3}, "already says which layers"),
         ({0: "favor+", "0-1": "rff"}, {}, "named twice"),
@@ -213,15 +203,6 @@ def test_a_bad_argument_leaves_the_model_untouched(attention, keywords, message,
     assert torch.equal(before, hidden(model, input_ids=tokens))
     assert config == model.config.to_dict() and keys == list(model.state_dict())
     assert hooks == [len(m._forward_pre_hooks) for m in model.modules()]
-
-
-def tiny_bart():
-    config = BartConfig(
-        vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
-    )  # fmt: skip
-    return BartModel(config).eval()
 
 
 def test_cross_attention_stays_softmax_unless_asked_for():

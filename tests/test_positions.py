@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import hidden, tiny_bert, tiny_gpt2, tiny_llama
 from peft import LoraConfig, get_peft_model
-from test_ecosystem import tiny_tokenizer
-from tiny_models import LENGTH, REFUSED, SUPPORTED, build, make_inputs, outputs
+from support.architectures import LENGTH, REFUSED, SUPPORTED, build, make_inputs, outputs
+from support.models import hidden, tiny_bert, tiny_gpt2, tiny_llama
+from support.word_tokenizers import tiny_tokenizer
 from torch import nn
 from transformers import AutoModel
 

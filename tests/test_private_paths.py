@@ -8,17 +8,16 @@ from pathlib import Path
 import convert
 import finetune_snli
 import pytest
-from recipe_models import forget_processes, make_bert, make_gpt2, run_here
-from result_documents import edit, make_checkpoint, measured_runs, write_results
+from support.documents import edit, make_checkpoint, measured_runs, write_results
+from support.recipes import forget_processes, make_bert, make_gpt2, run_here
 from training import sample
 from training.options import RunOptions
 from typer.testing import CliRunner
 
-from hf_rfattn.bench.results import without_folders
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.folder import results_fingerprint
 from hf_rfattn.hub.publish import publish
+from hf_rfattn.results import results_fingerprint, without_folders
 
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
 SECRET = "project-x"

@@ -15,9 +15,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from loopback_hub import Blob, LoopbackHub
 from packaging.version import Version
-from result_documents import make_checkpoint, measured_runs, write_results
+from support.documents import make_checkpoint, measured_runs, write_results
+from support.hub import Blob, LoopbackHub
 
 from hf_rfattn.hub.cards import write_card
 
@@ -75,7 +75,7 @@ class Worker:
     def __init__(self, hub, home, xet=False):
         self.log = (home / "stderr").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("hub_worker.py"))],
+            [sys.executable, str(ROOT / "tests" / "support" / "hub_worker.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment(hub, home, xet),
         )  # fmt: skip
 

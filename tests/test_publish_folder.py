@@ -6,14 +6,15 @@ import types
 from pathlib import Path
 
 import pytest
-from result_documents import edit, make_checkpoint, measured_runs, write_results
+from support.documents import edit, make_checkpoint, measured_runs, write_results
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.faults import scrub
-from hf_rfattn.hub.folder import INDEX, checkpoint_fingerprint
 from hf_rfattn.hub.publish import make_plan, publish
+from hf_rfattn.results import checkpoint_fingerprint
+from hf_rfattn.results.fingerprint import INDEX
 
 TOKEN = "hf_" + "aB3" * 11
 NAME = "me/tiny"

@@ -5,11 +5,10 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import hidden, tiny_bert, tiny_llama
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from test_patching import mechanisms
+from support.models import hidden, mechanisms, tiny_bert, tiny_llama
+from support.variants import every_mechanism
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-from variants import every_mechanism
 
 from hf_rfattn import patch_model, unpatch_model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from conftest import tiny_gpt2
-from test_ecosystem import tiny_tokenizer
+from support.models import tiny_gpt2
+from support.word_tokenizers import tiny_tokenizer
 
 import hf_rfattn
 from hf_rfattn.mechanisms import registry

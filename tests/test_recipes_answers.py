@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-import recipe_models
+from support.recipes import sample_tokenizer
 from training.answers import OUTSIDE, encode_windows, find_answer
 
 CONTEXT = " ".join(["gold iron", "salt"] * 10 + ["bread water", "stone ;"] * 6)
@@ -23,7 +23,7 @@ def encode(tokenizer, **changes):
 
 @pytest.mark.parametrize("bert", [True, False])
 def test_windows(bert):
-    tokenizer = recipe_models.tokenizer(sentences_apart=bert)
+    tokenizer = sample_tokenizer(sentences_apart=bert)
     windows = encode(tokenizer)
     assert len(windows) > 2 and {w["example"] for w in windows} == {7}
     covered, with_answer = set(), 0
@@ -46,7 +46,7 @@ def test_windows(bert):
 
 
 def test_no_answer_and_long_questions():
-    tokenizer = recipe_models.tokenizer()
+    tokenizer = sample_tokenizer()
     nothing = encode(tokenizer, answers=[{"text": [], "answer_start": []}])
     assert all((w["start_positions"], w["end_positions"]) == (0, 0) for w in nothing)
     long = encode(tokenizer, question=["second " * 100])
@@ -54,7 +54,7 @@ def test_no_answer_and_long_questions():
 
 
 def test_answers_from_perfect_scores():
-    windows = encode(recipe_models.tokenizer())
+    windows = encode(sample_tokenizer())
     for window in windows:
         for name, position in (("start", "start_positions"), ("end", "end_positions")):
             window[name] = np.full(24, -5.0)  # longer than the window: rows are padded to one length
@@ -67,7 +67,7 @@ def test_answers_from_perfect_scores():
 def test_answers_against_all_spans(seed):
     """With enough tries the best answer is the best of all spans."""
     rng = np.random.default_rng(seed)
-    windows = encode(recipe_models.tokenizer())
+    windows = encode(sample_tokenizer())
     spans = []
     for window in windows:
         window["start"], window["end"] = rng.normal(size=(2, 24))

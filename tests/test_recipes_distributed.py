@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from recipe_models import ROOT, environment, make_bert, make_gpt2
-from recipe_zygote import Zygote, free_port
 from safetensors.torch import load_file
+from support.recipes import ROOT, environment, make_bert, make_gpt2
+from support.zygote import Zygote, free_port
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 LANGUAGE = ROOT / "recipes" / "finetune_lm.py"
-RANKS = ROOT / "tests" / "recipe_ranks.py"
+RANKS = ROOT / "tests" / "support" / "recipe_ranks.py"
 CONFIGS = ROOT / "recipes" / "accelerate"
 OPTIONS = [
     "--data", "sample", "--max-train-samples", 100, "--max-eval-samples", 37, "--eval-batch-size", 8, "--max-steps", 8,

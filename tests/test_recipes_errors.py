@@ -14,8 +14,8 @@ import torch
 import training.loop
 from datasets import Dataset
 from filelock import FileLock
-from loopback_hub import LoopbackHub
-from recipe_models import environment, make_bert, run_apart, run_here
+from support.hub import LoopbackHub
+from support.recipes import environment, make_bert, run_apart, run_here
 from training import sample
 from training.options import RunOptions
 from training.output import LOCK
@@ -214,7 +214,7 @@ def test_push_to_hub(bert, tmp_path, monkeypatch):
     token = "hf_" + "aB3" * 11
     with LoopbackHub({token: "me"}) as hub:
         home = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
-        monkeypatch.setattr("recipe_models.environment", lambda: environment() | home | {"HF_HUB_DISABLE_XET": "1"})
+        monkeypatch.setattr("support.recipes.environment", lambda: environment() | home | {"HF_HUB_DISABLE_XET": "1"})
         arguments = [f"--{name}={value}" for name, value in QUICK.items()]
         done = run_apart(
             "finetune_snli.py", "--model", bert, "--attention", "favor+", *arguments,

@@ -11,8 +11,8 @@ import training.loop
 import training.run
 import transformers
 from accelerate import Accelerator
-from recipe_models import forget_processes, make_bert, run_here
 from safetensors.torch import load_file
+from support.recipes import forget_processes, make_bert, run_here
 from training.meter import Meter
 from training.models import mechanism_parameters
 from training.optimizer import make_optimizer, rate_factor

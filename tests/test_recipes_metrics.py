@@ -14,7 +14,7 @@ from metrics.glue.glue import METRICS, Glue
 from metrics.perplexity.perplexity import Perplexity
 from metrics.squad import squad
 from metrics.squad.squad import Squad, f1, normal_words
-from recipe_models import ROOT
+from support.recipes import ROOT
 
 # questions and values as published on the pages of evaluate's own metrics "squad", "squad_v2" and "glue"
 QUESTIONS = ["56e10a3be3433e1400422b22", "56d2051ce7d4791d0090260b", "5733b5344776f419006610e1"]

@@ -7,7 +7,7 @@ import convert as convert_recipe
 import finetune_lm
 import finetune_snli
 import pytest
-from recipe_models import forget_processes, make_bert, run_here
+from support.recipes import forget_processes, make_bert, run_here
 from training.options import RunOptions
 
 SNLI = (finetune_snli.SnliTask, RunOptions)

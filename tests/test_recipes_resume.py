@@ -9,9 +9,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from recipe_models import ROOT, command, environment, make_bert
-from recipe_zygote import Zygote
 from safetensors.torch import load_file
+from support.recipes import ROOT, command, environment, make_bert
+from support.zygote import Zygote
 from training import state
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"

@@ -10,12 +10,11 @@ import finetune_squad
 import pytest
 import torch
 import transformers
-from recipe_models import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_here, tokenizer
+from support.recipes import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_here, sample_tokenizer
 
 import hf_rfattn
 from hf_rfattn.hub.cards import make_card
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import checkpoint_fingerprint
+from hf_rfattn.results import checkpoint_fingerprint, parse_result
 
 GLUE = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
 SNLI = (finetune_snli.SnliTask, finetune_snli.RunOptions)
@@ -172,7 +171,7 @@ def roberta(folder):
         **NO_DROPOUT,
     )
     transformers.RobertaModel(config).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    sample_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import typer
 import write_text
-from recipe_models import make_gpt2
+from support.recipes import make_gpt2
 from transformers import AutoTokenizer
 
 

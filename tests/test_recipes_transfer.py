@@ -12,14 +12,14 @@ import torch
 import training.distill
 import training.run
 import transformers
-from recipe_models import forget_processes, make_bert, make_gpt2, run_here
 from safetensors.torch import load_file
+from support.recipes import forget_processes, make_bert, make_gpt2, run_here
 from training.distill import Teacher, make_teacher
 from training.lora import add_adapters, without_adapters
 from training.options import RunOptions
 
 import hf_rfattn
-from hf_rfattn.hub.documents import parse_result
+from hf_rfattn.results import parse_result
 
 SNLI = (finetune_snli.SnliTask, RunOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 4, "batch_size": 8}

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MODELS, hidden, tiny_bert
+from support.models import MODELS, hidden, tiny_bert
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rfattn import FavorConfig, patch_model, redraw, unpatch_model

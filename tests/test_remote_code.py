@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import hidden, tiny_bert, tiny_gpt2, tiny_llama
-from test_checkpoint import altered, assert_same_model, ids
-from test_ecosystem import tiny_tokenizer
+from support.models import altered, assert_same_model, hidden, ids, tiny_bert, tiny_gpt2, tiny_llama
+from support.word_tokenizers import tiny_tokenizer
 from transformers import (
     AutoConfig,
     AutoModel,

@@ -16,6 +16,7 @@ RECIPES = PACKAGE.parent / "recipes"
 
 # From below to above. A module belongs to the longest name here that its own begins with.
 ROOMS = [
+    "results",
     "import_hook",
     "ops",
     "features",
@@ -24,10 +25,6 @@ ROOMS = [
     "integration",
     "conversion",
     "commands",  # what all commands share
-    "bench.results",  # result files, their plots and checkpoints in folders: benchmarks and the Hub share them
-    "bench.plotting",
-    "hub.folder",
-    "hub.documents",
     "bench",
     "study",
     "hub",
@@ -123,5 +120,15 @@ def test_violations_are_seen(tmp_path):
         (6, "hf_rfattn.hub.publish"),
         (6, "hf_rfattn.__version__"),
     ]
-    assert room("hub.publish") > room("bench.cli") > room("hub.documents") > room("integration") > room("ops.tiles")
+    assert room("hub.publish") > room("bench.cli") > room("integration") > room("ops.tiles")
     assert room("operators") is None
+
+
+def test_no_test_imports_another():
+    """What several tests need is in tests/support."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        for line, imported in imports(path, path.parent.name):
+            module = imported.partition(".")[0]
+            assert module != "conftest" and not module.startswith("test_"), (
+                f"{path.name}:{line} imports {imported}; put what both need into tests/support."
+            )

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from .results import rounded
+from ..results import rounded
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..integration.batches import Batch, Data, as_batches, encode, texts_in
+from ..integration.inputs import Batch, Data, as_batches, encode, texts_in
 from .processes import gather, process_count, process_rank
 
 

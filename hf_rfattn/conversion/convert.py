@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..features import PositiveFeatures
 from ..integration import attention_error, calibrate, patch_model, unpatch_model
-from ..integration.batches import Data
+from ..integration.inputs import Data
 from ..integration.patching import Attention
 from .batches import TrainingBatches
 from .processes import check_alike, from_first, process_rank

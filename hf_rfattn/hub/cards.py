@@ -11,12 +11,22 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..bench.results import without_folders, write_result, write_whole
 from ..commands import in_bytes
+from ..results import (
+    RESULTS,
+    Result,
+    SpeedResult,
+    TaskResult,
+    TransferResult,
+    number,
+    read_results,
+    without_folders,
+    write_result,
+    write_whole,
+)
 from .citations import cite
-from .comparison import Comparison, compare, crossover, limitations, number, speeds
-from .documents import Result, SpeedResult, TaskResult, TransferResult, read_results
-from .folder import CARD, PLOT, RESULTS, CheckpointFolder, attention_label, full_config, mechanism_names_in
+from .comparison import Comparison, compare, crossover, limitations, speeds
+from .folder import CARD, PLOT, CheckpointFolder, attention_label, full_config, mechanism_names_in
 from .plots import plot_results
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
@@ -276,7 +286,8 @@ def _transfer_table(transfer: TransferResult) -> dict[str, Any]:
         for name, value in transfer.transfer.items()
         if not isinstance(value, (dict, list))
     )
-    columns = zip(transfer.layers, transfer.average, transfer.before, transfer.after, strict=True)
+    before, after = transfer.errors.before, transfer.errors.after
+    columns = zip(after.layers, after.average, before.overall, after.overall, strict=True)
     return {
         "about": f"Text: {dataset}, without labels; {settings}. On {transfer.machine}.",
         "rows": [[f"`{_cell(layer)}`", *(number(error) for error in errors)] for layer, *errors in columns],

@@ -28,10 +28,9 @@ def card(
 ) -> None:
     """Write a model card (README.md, results.png) from the checkpoint in DIR and the result files in DIR/results."""
     with errors_without_traceback():
-        from ..bench.results import write_result
+        from ..results import RESULTS, read_results, write_result
         from .cards import write_card
-        from .documents import read_results
-        from .folder import RESULTS, CheckpointFolder
+        from .folder import CheckpointFolder
 
         inside = CheckpointFolder(folder).path / RESULTS
         if results is not None:

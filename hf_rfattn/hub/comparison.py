@@ -1,14 +1,11 @@
 """Which results stand beside which, and what they say in plain words. Every number here comes from result documents."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..bench.crossover import measured_crossover
-from ..bench.results import rounded
-from .documents import Metric, Result, SpeedResult, TaskResult
-from .folder import SOFTMAX, CheckpointFolder, mechanism_names_in
+from ..results import SOFTMAX, Metric, Result, SpeedResult, TaskResult, measured_crossover, number
+from .folder import CheckpointFolder, mechanism_names_in
 
 THIS, SAME_BUDGET, OTHER_SEED = "this model", "softmax, same budget", "the same, another run"
 NO_ATTENTION, NEAR, FAR = (
@@ -144,7 +141,7 @@ def limitations(comparisons: Sequence[Comparison], timings: Sequence[SpeedResult
 def _accuracy(comparison: Comparison) -> Iterator[str]:
     own = comparison.own
     for name, metric in own.metrics.items():
-        if not beats_chance(metric):
+        if not metric.beats_chance():
             values = f"{number(metric.value)} against {number(metric.chance or 0)}"
             yield f"It did not learn {own.task}: its {name} is no better than the best constant answer, {values}."
         for other in comparison.with_role(SAME_BUDGET):
@@ -158,7 +155,7 @@ def _accuracy(comparison: Comparison) -> Iterator[str]:
             (FAR, "its far field alone"),
         ):
             for other in comparison.with_role(role):
-                if name in other.metrics and not clearly_better(metric, other.metrics[name]):
+                if name in other.metrics and not metric.clearly_better(other.metrics[name]):
                     values = f"{name} {number(metric.value)} against {number(other.metrics[name].value)}"
                     yield f"On {own.task} it is not shown to be better than {what}: {values} (seed {other.seed})."
     if missing := comparison.missing:
@@ -178,37 +175,9 @@ def _against(own: TaskResult, name: str, metric: Metric, other: Metric, whom: st
         text = f"On {own.task} it {'loses' if worse else 'gains'} {amount} against {whom}: {values}."
     else:
         text = f"On {own.task} its {name} is {'worse' if worse else 'better'} than that of {whom}: {values}."
-    if not (clearly_better(metric, other) or clearly_better(other, metric)):
+    if not (metric.clearly_better(other) or other.clearly_better(metric)):
         text += " The difference is within the noise of so few examples."
     return text
-
-
-def clearly_better(a: Metric, b: Metric) -> bool:
-    """Better by more than two standard errors where those are known (proportions), else better at all."""
-    gain = (b.value - a.value) if a.lower_is_better else (a.value - b.value)
-    return gain > 2 * math.hypot(_standard_error(a), _standard_error(b))
-
-
-def beats_chance(metric: Metric, value: float | None = None) -> bool:
-    """Whether a score, by default the metric's own, is more than two standard errors above that of the best constant
-    answer; True where that is not known.
-
-    >>> beats_chance(Metric(0.55, 277, 1, False, chance=0.527)), beats_chance(Metric(0.8, 277, 1, False, chance=0.527))
-    (False, True)
-    """
-    if metric.chance is None or not metric.scale:
-        return True
-    share = metric.chance / metric.scale
-    error = metric.scale * math.sqrt((share * (1 - share) or 1) / metric.n)  # 1: a correlation
-    return (metric.value if value is None else value) > metric.chance + 2 * error
-
-
-def _standard_error(metric: Metric) -> float:
-    """Of a proportion of n examples; 0 where the metric is none."""
-    if not metric.scale or not 0 <= metric.value <= metric.scale:
-        return 0.0
-    share = metric.value / metric.scale
-    return metric.scale * math.sqrt(share * (1 - share) / metric.n)
 
 
 def _speed(speed: SpeedResult) -> Iterator[str]:
@@ -230,13 +199,3 @@ def _speed(speed: SpeedResult) -> Iterator[str]:
         f"Nothing is known of lengths beyond {speed.lengths[-1].length:,} tokens or of other hardware than "
         f"{speed.machine}."
     )
-
-
-def number(value: float, digits: int = 4) -> str:
-    """So many significant digits, never in powers of ten.
-
-    >>> number(0.56999), number(1234567.0), number(3)
-    ('0.57', '1,235,000', '3')
-    """
-    value = rounded(value, digits)
-    return f"{int(value):,}" if value == int(value) else f"{value:,.12f}".rstrip("0")

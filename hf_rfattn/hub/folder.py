@@ -1,8 +1,6 @@
 """A folder that `save_pretrained` of a patched model has written: what it holds and how it is recognised."""
 
-import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import option_value
-from ..integration.patching import SOFTMAX, parse_layers
+from ..integration.spec import parse_layers
 from ..mechanisms import resolve_config
+from ..results import SOFTMAX, checkpoint_fingerprint, results_fingerprint, weight_files
+from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-CARD, RESULTS, PLOT = "README.md", "results", "results.png"
+CARD, PLOT = "README.md", "results.png"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
 
@@ -92,64 +90,6 @@ class CheckpointFolder:
         """Whether a result's `attention` is the one in this checkpoint, options and layers included."""
         own = canonical({"layers": self.spec["layers"]}, self.num_layers)
         return own == canonical(attention, self.num_layers)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weights that `from_pretrained` reads, and no other tensors: one file, or the shards that an index names."""
-    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
-        return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
-    try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX} is not an index of weights: {type(error).__name__}: {error}.") from error
-    for name in names:
-        if not isinstance(name, str) or not SHARD.fullmatch(name) or not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name!r}, which is not a file of weights in this folder.")
-    return [folder / name for name in names]
-
-
-def checkpoint_fingerprint(folder: str | Path) -> str:
-    """SHA-256 over config.json and the weights: what a result and a card name the checkpoint by."""
-    folder = Path(folder)
-    return _digest([folder / CONFIG, *weight_files(folder)])
-
-
-def results_fingerprint(folder: Path) -> str:
-    """The same over the result documents that lie beside the weights."""
-    return _digest(sorted((folder / RESULTS).glob("*.json")))
-
-
-def _digest(files: list[Path]) -> str:
-    total = hashlib.sha256()
-    for file in files:
-        one = hashlib.sha256()
-        with file.open("rb") as stream:
-            while block := stream.read(2**20):
-                one.update(block)
-        total.update(f"{file.name}\0{one.hexdigest()}\n".encode())
-    return total.hexdigest()
-
-
-def check_attention(attention: Any) -> Any:
-    """A result's `attention`, if it has one of the forms it can have."""
-    if _has_layers(attention):
-        layers = attention["layers"]
-        if len(attention) > 1 or not isinstance(layers, Mapping) or not layers:
-            raise ValueError("'layers' stands alone and says what each layer has, as in {'layers': {'0-5': ...}}.")
-        for key, config in layers.items():
-            parse_layers(key)
-            if not isinstance(config, str):
-                _check_mechanism(config)
-    elif attention != SOFTMAX:
-        _check_mechanism(attention)
-    return attention
-
-
-def _check_mechanism(config: Any) -> None:
-    if not isinstance(config, Mapping) or not isinstance(config.get("mechanism"), str):
-        raise ValueError(f"{config!r} is neither 'softmax' nor the document of a mechanism, {{'mechanism': ...}}.")
-    if not isinstance(config.get("far", []), (list, tuple)):
-        raise ValueError(f"far must be a list, not {config['far']!r}.")
 
 
 def canonical(attention: Any, num_layers: int) -> dict[int, Any]:

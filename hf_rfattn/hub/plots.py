@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .comparison import OTHER_SEED, THIS, Comparison, number
-from .documents import SpeedResult
-from .folder import SOFTMAX, attention_label, mechanism_names_in
+from ..results import SOFTMAX, SpeedResult, number
+from .comparison import OTHER_SEED, THIS, Comparison
+from .folder import attention_label, mechanism_names_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def plot_results(comparisons: Sequence[Comparison], timings: Sequence[SpeedResul
 
 
 def _bars(axes: "Axes", comparison: Comparison) -> None:
-    from ..bench.plotting import line_style
+    from ..results.plots import line_style
 
     own = comparison.own
     metric = own.main_metric
@@ -52,7 +52,7 @@ def _shortened(label: str) -> str:
 
 
 def _lines(axes: "Axes", speed: SpeedResult, field: str, title: str, unit: float) -> None:
-    from ..bench.plotting import line_style, log_log
+    from ..results.plots import line_style, log_log
 
     own = mechanism_names_in(speed.attention)[0]
     for name, who in ((SOFTMAX, "softmax"), (own, "patched")):

@@ -18,9 +18,11 @@ from huggingface_hub.utils import validate_repo_id
 from ..commands import named_model_class
 from ..integration import names as names_module
 from ..integration.names import CODE
+from ..results import RESULTS
+from ..results.fingerprint import CONFIG, INDEX
 from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card, unclean_results
 from .faults import NO_TOKEN, TOKEN, PublishError, explain, scrub
-from .folder import CARD, CONFIG, INDEX, PLOT, RESULTS, CheckpointFolder
+from .folder import CARD, PLOT, CheckpointFolder
 
 # what save_pretrained of models, tokenizers and processors writes, `hf-rfattn card`, and licences
 FILES = {

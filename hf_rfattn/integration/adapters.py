@@ -23,18 +23,15 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..mechanisms import MechanismConfig
 from ..mechanisms.base import random_maps
-from .checkpoint import read_spec
 from .discovery import find_attention
 from .names import NAME, SPEC
-from .patching import patch_sites, unpatch_model
+from .patching import apply_patch, unpatch_model
+from .spec import PatchSpec
 
 RECORD = NAME  # the key in adapter_config.json: without this package PEFT warns that it does not know it
 TOLERANCE = 0.01  # of the norm: bfloat16 stays below it, another draw does not
 _LAST = "Load the adapter onto the patched base that it was trained on (saved with save_pretrained)."
-
-Patch = tuple[dict[int, MechanismConfig], bool, int]  # as `read_spec` gives it
 
 
 def describe(model: nn.Module, adapter: str) -> dict[str, Any] | None:
@@ -70,7 +67,7 @@ def prepare(model: nn.Module, record: Any, adapter: str) -> None:
             "This adapter was trained on a patched model. This one is patched but uses softmax: call "
             f"model.set_attn_implementation({NAME!r}) first."
         )
-    elif {path: read_spec(part.config.rfattn) for path, part in parts.items()} != wanted:
+    elif {path: PatchSpec.from_dict(part.config.rfattn) for path, part in parts.items()} != wanted:
         raise ValueError(
             "This adapter was trained on a model that was patched otherwise: "
             f"{json.dumps(record['patched'])}. {_LAST} Or call unpatch_model(model) first: loading then patches it."
@@ -128,10 +125,10 @@ def _close(a: list[float], b: list[float]) -> bool:
     return all(abs(x - y) <= TOLERANCE * max(a[0], b[0]) + 1e-5 for x, y in zip(a, b, strict=True))
 
 
-def _read(record: Any) -> tuple[dict[str, Patch], int, dict[str, list[float]]]:
+def _read(record: Any) -> tuple[dict[str, PatchSpec], int, dict[str, list[float]]]:
     """The parts of a record, checked: it comes from a file."""
     try:
-        wanted = {path: read_spec({**spec, "softmax": "sdpa"}) for path, spec in record["patched"].items()}
+        wanted = {path: PatchSpec.from_dict({**spec, "softmax": "sdpa"}) for path, spec in record["patched"].items()}
         draws, summary = int(record["draws"]), record["mechanisms"]
         if not wanted or draws < 0 or not all(len(v) == 3 and all(map(math.isfinite, v)) for v in summary.values()):
             raise ValueError("it is not complete")
@@ -140,17 +137,17 @@ def _read(record: Any) -> tuple[dict[str, Patch], int, dict[str, list[float]]]:
     return wanted, draws, summary
 
 
-def _patch(base: PreTrainedModel, wanted: dict[str, Patch], draws: int) -> None:
+def _patch(base: PreTrainedModel, wanted: dict[str, PatchSpec], draws: int) -> None:
     try:
-        for path, (by_layer, cross_attention, seed) in wanted.items():
+        for path, spec in wanted.items():
             part = base.get_submodule(path)
             sites = find_attention(part)
-            beyond = sorted(set(by_layer) - {site.index for site in sites})
+            beyond = sorted(set(spec.by_layer) - {site.index for site in sites})
             if beyond:
                 raise ValueError(f"This adapter's base has a layer {beyond[0]}, which this model does not have.")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
-                patch_sites(part, sites, by_layer, cross_attention, seed, explicit=False)
+                apply_patch(part, sites, spec)
         for feature_map in random_maps(base) if draws else ():
             feature_map.draws.fill_(draws)
             feature_map.draw()

@@ -12,8 +12,8 @@ import copy
 import functools
 import shutil
 import warnings
-from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..features import FeatureMap
-from ..mechanisms import Mechanism, MechanismConfig, resolve_config
-from ..mechanisms.config import check_nesting
+from ..mechanisms import Mechanism
 from .configs import remember_model
 from .discovery import find_attention
 from .names import CODE, NAME, SPEC
-from .patching import FORMAT, apply_mechanisms, parse_layers
+from .patching import apply_patch
+from .spec import DAMAGED, SOFTMAX_NAMES, PatchSpec
 
-SOFTMAX_NAMES = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _LOADER = f"{CODE.removesuffix('.py')}.PatchedConfig"
 _LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # a patched checkpoint, by from_pretrained
-_HELP = "The checkpoint is damaged or was changed by hand; save it again from the patched model."
 
 
 def install() -> None:
@@ -79,55 +77,20 @@ def restore(model: PreTrainedModel) -> None:
     spec = getattr(model.config, SPEC, None)
     if spec is None:
         return
-    by_layer, cross_attention, seed = read_spec(spec)
+    wanted = PatchSpec.from_dict(spec)
     try:
         sites = find_attention(model)
     except ValueError:
         return  # a part of the model without attention
     # Parts of a model are made before the whole; each takes the layers it has, and from_pretrained looks at the whole.
-    here = {site.index for site in sites if not site.refusal and (cross_attention or not site.cross)}
-    by_layer = {number: config for number, config in by_layer.items() if number in here}
+    here = {site.index for site in sites if not site.refusal and (wanted.cross_attention or not site.cross)}
+    by_layer = {number: config for number, config in wanted.by_layer.items() if number in here}
     if not by_layer:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
-        apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit=False)
+        apply_patch(model, sites, replace(wanted, by_layer=by_layer), record=False)
     model.config.attn_implementation = NAME  # the key may have been lost on its way
-
-
-def read_spec(spec: Any) -> tuple[dict[int, MechanismConfig], bool, int]:
-    """(mechanism of each layer, cross_attention, seed) of a config's document."""
-    if not isinstance(spec, Mapping):
-        raise ValueError(f"config.{SPEC} must be a document, not {type(spec).__name__}. {_HELP}")
-    check_nesting(spec)
-    version = spec.get("format")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ValueError(f"config.{SPEC} has no format version. {_HELP}")
-    if version > FORMAT:
-        raise ValueError(
-            f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
-            "Upgrade: pip install --upgrade hf-rfattn."
-        )
-    layers, cross_attention, seed = spec.get("layers"), spec.get("cross_attention"), spec.get("seed")
-    if not isinstance(layers, Mapping) or not layers:
-        raise ValueError(f"config.{SPEC} does not say which layers are patched. {_HELP}")
-    if not isinstance(cross_attention, bool) or not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"config.{SPEC} needs cross_attention (true or false) and a whole seed. {_HELP}")
-    if spec.get("softmax") not in SOFTMAX_NAMES:  # never code from the Hub, which transformers would fetch by name
-        raise ValueError(
-            f"config.{SPEC} names {spec.get('softmax')!r} as its softmax implementation; possible are "
-            f"{', '.join(SOFTMAX_NAMES)}. {_HELP}"
-        )
-    by_layer: dict[int, MechanismConfig] = {}
-    for key, document in layers.items():
-        if not isinstance(key, str) or not isinstance(document, Mapping):
-            raise ValueError(f"config.{SPEC} has a layer that is not a document. {_HELP}")
-        config = resolve_config(document)
-        for number in parse_layers(key):
-            if number in by_layer:
-                raise ValueError(f"config.{SPEC} names layer {number} twice. {_HELP}")
-            by_layer[number] = config
-    return by_layer, cross_attention, seed
 
 
 def _with_code(original: Any) -> Any:
@@ -232,7 +195,7 @@ def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
         if names:
             raise ValueError(
                 f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. "
-                f"Nothing is drawn anew on loading. {_HELP}"
+                f"Nothing is drawn anew on loading. {DAMAGED}"
             )
     if mismatched and not ignore_mismatched_sizes:
         raise RuntimeError(
@@ -243,10 +206,10 @@ def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
 def _check_layers(model: PreTrainedModel) -> None:
     for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
         if getattr(config, SPEC, None) is not None:
-            named = read_spec(getattr(config, SPEC))[0]
+            named = PatchSpec.from_dict(getattr(config, SPEC)).by_layer
             beyond = sorted(set(named) - {site.index for site in find_attention(model)})
             if beyond:
-                raise ValueError(f"config.{SPEC} patches layer {beyond[0]}, which this model does not have. {_HELP}")
+                raise ValueError(f"config.{SPEC} patches layer {beyond[0]}, which this model does not have. {DAMAGED}")
 
 
 def _activate(model: PreTrainedModel) -> None:

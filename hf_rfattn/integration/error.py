@@ -7,7 +7,7 @@ judged on the q, k, v of the original model and not on the errors of the layers 
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..features import PositiveFeatures
 from ..mechanisms import Mechanism, build_mechanism
 from ..ops import softmax_attention
-from .batches import Data, as_batches
 from .discovery import find_attention
+from .inputs import Data, as_batches
+from .tables import text_table
+
+EXPLANATION = "error: relative to softmax, on its own q, k, v; average: the error of averaging all values."
 
 
 @dataclass(frozen=True)
@@ -40,29 +43,17 @@ class AttentionError:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and strings."""
-        return {
-            "layers": self.layers,
-            "mechanisms": self.mechanisms,
-            "heads": self.heads,
-            "overall": self.overall,
-            "average": self.average,
-        }
+        return asdict(self)
 
     def __str__(self) -> str:
-        width = max(len("layer"), *map(len, self.layers))
-        kind = max(len("attention"), *map(len, self.mechanisms))
-        lines = [
-            f"{'layer':<{width}}  {'attention':<{kind}}  {'error':>6}  {'heads: best':>11}  {'worst':>6}  "
-            f"{'average':>7}"
-        ]
-        for i, layer in enumerate(self.layers):
-            heads = self.heads[i]
-            lines.append(
-                f"{layer:<{width}}  {self.mechanisms[i]:<{kind}}  {self.overall[i]:>6.3f}  {min(heads):>11.3f}  "
-                f"{max(heads):>6.3f}  {self.average[i]:>7.3f}"
+        rows = [
+            (layer, kind, *(f"{number:.3f}" for number in (overall, min(heads), max(heads), average)))
+            for layer, kind, overall, heads, average in zip(
+                self.layers, self.mechanisms, self.overall, self.heads, self.average, strict=True
             )
-        lines.append("error: relative to softmax, on its own q, k, v; average: what no attention at all would give.")
-        return "\n".join(lines)
+        ]
+        columns = {"layer": "<", "attention": "<", "error": ">", "best head": ">", "worst head": ">", "average": ">"}
+        return f"{text_table(columns, rows)}\n{EXPLANATION}"
 
     def plot(self, path: str | Path | None = None):
         """Errors by layer beside "average"; saved to `path` if given. Returns the matplotlib figure."""
@@ -166,6 +157,11 @@ def energy(x: Tensor, valid: Tensor, dtype: torch.dtype = torch.float64) -> Tens
     return (x.to(dtype).square() * valid[:, None, :, None]).sum(dim=(0, 2, 3))
 
 
+def relative_error(error: Tensor, total: Tensor) -> Tensor:
+    """Root of an energy over another one, that of the error over that of what is exact."""
+    return (error / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
+
+
 def outer_mechanisms(module: nn.Module) -> list[Mechanism]:
     """All mechanisms in a module but those that are parts of another."""
     found = [m for m in module.modules() if isinstance(m, Mechanism)]
@@ -221,15 +217,12 @@ def attention_error(
     layers = list(sums)
     totals = list(sums.values())
 
-    def ratio(a: Tensor, b: Tensor) -> Tensor:
-        return (a / b.clamp(min=torch.finfo(b.dtype).tiny)).sqrt()
-
     return AttentionError(
         layers=layers,
         mechanisms=[kinds[name] for name in layers],
-        heads=[ratio(t[0], t[2]).tolist() for t in totals],
-        overall=[float(ratio(t[0].sum(), t[2].sum())) for t in totals],
-        average=[float(ratio(t[1].sum(), t[2].sum())) for t in totals],
+        heads=[relative_error(t[0], t[2]).tolist() for t in totals],
+        overall=[float(relative_error(t[0].sum(), t[2].sum())) for t in totals],
+        average=[float(relative_error(t[1].sum(), t[2].sum())) for t in totals],
     )
 
 

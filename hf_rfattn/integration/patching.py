@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
 from ..mechanisms.base import random_maps
-from ..mechanisms.config import did_you_mean
 from ..mechanisms.registry import mechanism_class
 from .cache import Stateful, hand_on_cache
 from .configs import own_configs
@@ -19,15 +18,13 @@ from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC
 from .positions import PositionLimit
 from .redraw import RedrawSchedule
+from .spec import PatchSpec, format_layers, parse_layers
 
-FORMAT = 1
-MOST_LAYERS = 10_000
 SOFTMAX = "softmax"  # what layers have that are left as they are
-AUTO = "auto"
 _PATCHES = itertools.count()
 
 M = TypeVar("M", bound=nn.Module)
-Attention = str | MechanismConfig | Mapping[int | str | range, "str | MechanismConfig | Mapping[str, Any]"]
+Attention = str | MechanismConfig | Mapping[Any, "str | MechanismConfig | Mapping[str, Any]"]
 
 
 def patch_model(
@@ -41,18 +38,13 @@ def patch_model(
 ) -> M:
     """Replace the softmax attention of a pretrained model, in place, and return the model.
 
-    `attention`: a name ("favor+", "rff", "linear", "hedgehog", "fmm", "band", "average"), a config such as
-    `FmmConfig(bandwidth=64)`, or a mapping from layers (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax"
-    leaves a layer alone. `layers`: which layers to patch (all by default); the others keep exact softmax.
+    `attention`: a name (see `mechanism_names()`), a config such as `FmmConfig(bandwidth=64)`, or a mapping from layers
+    (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax" leaves a layer alone; `choose_attention` makes such a
+    mapping from errors on your data. `layers`: which layers to patch (all by default); the others keep exact softmax.
     `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws.
 
     Further keywords are options of the mechanism. Patching again replaces what was there. Any error leaves the model as
     it was.
-
-    `attention="auto"` with `batches=` (what a tokenizer returns, one or several) and `budget=0.1` measures the error of
-    many mechanisms, untrained, on them, gives each layer the cheapest within the budget, leaves softmax where there is
-    none, and prints why. `candidates=` are names or configs to choose from; `length=` that of inputs in use, for which
-    work is counted, by default the longest in the batches.
 
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -63,45 +55,22 @@ def patch_model(
     sites = find_attention(model)
     _check_ready(sites)
     explicit = layers is not None or isinstance(attention, Mapping)
-    if attention == AUTO:
-        by_layer = _choose(model, sites, layers, cross_attention, seed, options)
-        if not by_layer:
-            return model
-    else:
-        by_layer = _by_layer(sites, attention, layers, options)
-    patch_sites(model, sites, by_layer, cross_attention, seed, explicit)
+    spec = PatchSpec(_by_layer(sites, attention, layers, options), cross_attention, seed)
+    apply_patch(model, sites, spec, explicit=explicit)
     return model
 
 
-def patch_sites(
-    model: nn.Module,
-    sites: list[AttentionSite],
-    by_layer: dict[int, MechanismConfig],
-    cross_attention: bool,
-    seed: int,
-    explicit: bool,
+def apply_patch(
+    model: nn.Module, sites: list[AttentionSite], spec: PatchSpec, *, explicit: bool = False, record: bool = True
 ) -> None:
-    """Patch the layers of `by_layer`, and write that into the configs of the model."""
-    patched = apply_mechanisms(model, sites, by_layer, cross_attention, seed, explicit)
-    _record(model, patched, _document(by_layer, cross_attention, seed))
+    """Patch the layers of a spec, and with `record` write it into the configs of the model.
 
-
-def apply_mechanisms(
-    model: nn.Module,
-    sites: list[AttentionSite],
-    by_layer: dict[int, MechanismConfig],
-    cross_attention: bool,
-    seed: int,
-    explicit: bool,
-) -> list[AttentionSite]:
-    """Patch the layers of `by_layer`; if they were asked for one by one (`explicit`), none of them may be refused.
-
-    Returns the sites that were patched. Configs are not changed.
+    `explicit`: the layers were asked for by number, so each must have a module that can be patched.
     """
-    plan = _plan(sites, by_layer, explicit, cross_attention)
+    plan = _plan(sites, spec, explicit)
     _check_not_sharded(model)
     # Everything that can fail is behind us or in this line; the model is changed only below it.
-    mechanisms = [_build(site, config, seed) for site, config in plan]
+    mechanisms = [build_at(site, config, spec.seed) for site, config in plan]
     patched = [site for site, _ in plan]
     configs = _configs(patched)
 
@@ -123,41 +92,19 @@ def apply_mechanisms(
         owner.register_forward_pre_hook(PositionLimit(), with_kwargs=True)
         if any(m.redraw_interval is not None for m in random_maps(owner)):
             owner.register_forward_pre_hook(RedrawSchedule())
-    return patched
+    if record:
+        _record(model, patched, spec)
 
 
-def _record(model: nn.Module, patched: list[AttentionSite], document: dict[str, Any]) -> None:
+def _record(model: nn.Module, patched: list[AttentionSite], spec: PatchSpec) -> None:
     """Write what was patched into the configs of a model, of which it then has its own."""
     own_configs(model)
     softmax = {id(c): _softmax_name(c) for c in _configs(patched)}
     _forget(model)
     for config in _configs(patched):
-        setattr(config, SPEC, {**document, "softmax": softmax[id(config)]})
+        setattr(config, SPEC, {**spec.to_dict(), "softmax": softmax[id(config)]})
         config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
         config.attn_implementation = NAME
-
-
-def _choose(
-    model: nn.Module, sites: list[AttentionSite], layers: Any, cross: bool, seed: int, options: dict[str, Any]
-) -> dict[int, MechanismConfig]:
-    """What "auto" chooses; the model is as it was afterwards."""
-    from .selection import CANDIDATES, choose_mechanisms  # it patches, so it lies above
-
-    known = ["batches", "budget", "candidates", "length"]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"'auto' has no option {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}.")
-    if "batches" not in options:
-        raise ValueError("'auto' measures errors on your data: give batches=, what a tokenizer returns.")
-    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
-        raise ValueError("This model is patched already; unpatch_model(model) first, then choose.")
-    patch_model(model, "average", layers=layers, cross_attention=cross, seed=seed)
-    try:
-        chosen, why = choose_mechanisms(model, sites, seed=seed, **{"candidates": CANDIDATES, **options})
-    finally:
-        unpatch_model(model)
-    print(why)
-    return chosen
 
 
 def unpatch_model(model: M) -> M:
@@ -235,29 +182,6 @@ def _check_not_sharded(model: nn.Module) -> None:
             )
 
 
-def parse_layers(key: Any) -> list[int]:
-    """`3`, "3", "0-5", `range(6, 12)` or several numbers → layer numbers."""
-    if isinstance(key, bool):
-        raise ValueError(f"{key!r} is not a layer.")
-    if isinstance(key, int):
-        return [key]
-    if isinstance(key, str):
-        numbers: list[int] = []
-        for part in key.split(","):
-            first, dash, last = part.strip().partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()):
-                raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or '0-2,7'.")
-            if int(last or first) >= MOST_LAYERS:
-                raise ValueError(f"{key!r} names a layer beyond {MOST_LAYERS}.")
-            numbers.extend(range(int(first), int(last or first) + 1))
-            if len(numbers) > MOST_LAYERS:
-                raise ValueError(f"{key[:20]!r}… names more than {MOST_LAYERS} layers.")
-        return numbers
-    if isinstance(key, Iterable):
-        return [number for item in key for number in parse_layers(item)]
-    raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or range(0, 6).")
-
-
 def _by_layer(
     sites: list[AttentionSite], attention: Attention, layers: Any, options: dict[str, Any]
 ) -> dict[int, MechanismConfig]:
@@ -281,24 +205,24 @@ def _by_layer(
         raise ValueError(f"There is no layer {missing[0]}; this model has layers {format_layers(present)}.")
     chosen = {number: config for number, config in sorted(chosen.items()) if config is not None}
     if not chosen:
-        raise ValueError("No layer was chosen; to restore softmax use unpatch_model(model).")
+        raise ValueError("No layer was chosen, all stay softmax; to restore softmax use unpatch_model(model).")
     return chosen
 
 
-def _plan(
-    sites: list[AttentionSite], by_layer: dict[int, MechanismConfig], explicit: bool, cross: bool
-) -> list[tuple[AttentionSite, MechanismConfig]]:
+def _plan(sites: list[AttentionSite], spec: PatchSpec, explicit: bool) -> list[tuple[AttentionSite, MechanismConfig]]:
     """The modules to patch.
 
-    Those that cannot be expressed are refused, or left softmax when they were not asked for by number.
+    Those that cannot be expressed stay softmax; a layer that has no others is refused if it was asked for by number.
     """
-    wanted = [s for s in sites if s.index in by_layer and (cross or not s.cross)]
+    wanted = [s for s in sites if s.index in spec.by_layer and (spec.cross_attention or not s.cross)]
+    plan = [(s, spec.by_layer[s.index]) for s in wanted if not s.refusal]
     refused = [s for s in wanted if s.refusal]
-    plan = [(s, by_layer[s.index]) for s in wanted if not s.refusal]
-    if not plan or (refused and explicit):
-        if not refused:
-            raise ValueError("The chosen layers have only cross-attention; pass cross_attention=True to patch it.")
-        site = refused[0]
+    if not wanted:
+        raise ValueError("The chosen layers have only cross-attention; pass cross_attention=True to patch it.")
+    possible = {site.index for site, _ in plan}
+    impossible = [s for s in refused if s.index not in possible]
+    if not plan or (explicit and impossible):
+        site = impossible[0]
         raise ValueError(
             f"{site.name} ({type(site.module).__name__}) cannot be patched: {site.refusal}. Nothing was changed."
         )
@@ -312,12 +236,13 @@ def _plan(
         warnings.warn(
             f"{len(refused)} of {len(wanted)} attention modules stay softmax, because {refused[0].refusal} "
             f"({', '.join(s.name for s in refused[:3])}{', …' if len(refused) > 3 else ''}).",
-            stacklevel=3,
+            stacklevel=4,
         )
     return plan
 
 
-def _build(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism:
+def build_at(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism:
+    """A mechanism for one attention module, on its device and in its dtype."""
     mechanism = build_mechanism(
         config,
         num_heads=site.num_heads,
@@ -356,27 +281,3 @@ def _softmax_name(config: Any) -> str:
     """The implementation that `unpatch_model` restores."""
     spec = getattr(config, SPEC, None)
     return spec["softmax"] if spec is not None else config._attn_implementation or "sdpa"
-
-
-def _document(by_layer: dict[int, MechanismConfig], cross: bool, seed: int) -> dict[str, Any]:
-    """What was patched, as JSON for the model's config."""
-    groups: dict[str, tuple[MechanismConfig, list[int]]] = {}
-    for number, config in by_layer.items():
-        groups.setdefault(repr(config), (config, []))[1].append(number)
-    layers = {format_layers(numbers): config.to_dict() for config, numbers in groups.values()}
-    return {"format": FORMAT, "seed": seed, "cross_attention": cross, "layers": layers}
-
-
-def format_layers(numbers: Iterable[int]) -> str:
-    """What `parse_layers` reads.
-
-    >>> format_layers([0, 1, 2, 5])
-    '0-2,5'
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from .batches import Data, as_batches, texts_in
 from .discovery import transformers_models
+from .inputs import Data, as_batches, texts_in
 
 M = TypeVar("M", bound=nn.Module)
 Method = Literal["interpolate", "tile"]

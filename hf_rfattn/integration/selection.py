@@ -1,125 +1,256 @@
-"""`patch_model(model, "auto", ...)`: for each layer the cheapest mechanism whose error on given batches is small."""
+"""`choose_attention`: which mechanism each layer should get, by the errors on a user's data and by their cost."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
+from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from .cost import attention_cost, is_causal
-from .discovery import AttentionSite
-from .error import energy, mechanism_sites, run_with_softmax, valid_queries
+from .discovery import AttentionSite, find_attention
+from .error import energy, mechanism_sites, relative_error, run_with_softmax, valid_queries
+from .inputs import Data, as_batches
+from .names import SPEC
+from .patching import SOFTMAX, build_at, patch_model, unpatch_model
+from .spec import parse_layers
+from .tables import text_table
 
-# From the least to the most that a mechanism keeps exact. Edges are what heads of pretrained models often look at.
-_EDGES = {"normalizer": "joint", "global_tokens": 1}
+Limit = Literal["error", "cost"]
+
+# From the least to the most that a mechanism keeps exact. Many heads of pretrained models look at the first token.
 CANDIDATES: tuple[MechanismConfig, ...] = (
     *(resolve_config(name) for name in ("average", "linear", "favor+", "hedgehog")),
     *(resolve_config("band", bandwidth=width, global_tokens=1) for width in (16, 32, 64, 128)),
-    *(resolve_config("fmm", bandwidth=width, **_EDGES) for width in (16, 32, 64, 128)),
+    *(resolve_config("fmm", bandwidth=w, normalizer="joint", global_tokens=1) for w in (16, 32, 64, 128)),
 )
 
 
 @dataclass(frozen=True)
-class Option:
-    """A candidate for one layer: its error, and its multiply-adds over those of softmax."""
+class Candidate:
+    """An attention for one layer: its config (None for softmax), its relative error, and its multiply-adds over those
+    of softmax.
+    """
 
-    config: MechanismConfig
+    config: MechanismConfig | None
     error: float
     cost: float
 
     def __str__(self) -> str:
-        options = self.config.to_dict()
-        width = f" {options['bandwidth']}" if "bandwidth" in options else ""
-        return f"{self.config.name}{width} (error {self.error:.3f}, {self.cost:.2f} × the work of softmax)"
+        return f"{self.config or SOFTMAX} (error {self.error:.3f}, cost {self.cost:.2f})"
 
 
-def choose_mechanisms(
+_EXACT = Candidate(None, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class AttentionChoice(Mapping[int, "MechanismConfig | str"]):
+    """A mapping from layer numbers to configs, or to "softmax", for `patch_model`. Prints as a table with the reasons.
+
+    `chosen`: by layer; None for layers that cannot be patched. `reasons`: why, by layer. `candidates`: all that was
+    measured, by layer. `length`: the sequence length that cost is counted for. `cost`: multiply-adds of all layers that
+    can be patched, over those of softmax.
+    """
+
+    chosen: dict[int, Candidate | None]
+    reasons: dict[int, str]
+    candidates: dict[int, list[Candidate]]
+    length: int
+    cost: float
+
+    def __getitem__(self, layer: int) -> "MechanismConfig | str":
+        candidate = self.chosen[layer]
+        return SOFTMAX if candidate is None or candidate.config is None else candidate.config
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.chosen)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __str__(self) -> str:
+        rows = [
+            (layer, self[layer], f"{c.error:.3f}" if c else "–", f"{c.cost:.2f}" if c else "–", self.reasons[layer])
+            for layer, c in self.chosen.items()
+        ]
+        table = text_table({"layer": ">", "attention": "<", "error": ">", "cost": ">", "reason": "<"}, rows)
+        return (
+            f"{table}\nerror: of the attention output, relative to softmax, untrained; cost: multiply-adds over those "
+            f"of softmax at {self.length:,} tokens ({self.cost:.2f} for all layers)."
+        )
+
+
+def choose_attention(
     model: nn.Module,
-    sites: Sequence[AttentionSite],
+    batches: Data,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    batches: Iterable[Mapping[str, Any]] | Mapping[str, Any],
     budget: float = 0.1,
-    candidates: Iterable[str | MechanismConfig] = CANDIDATES,
+    limit: Limit = "error",
     length: int | None = None,
+    candidates: Iterable[str | MechanismConfig] = CANDIDATES,
+    layers: Iterable[int] | str | None = None,
+    cross_attention: bool = False,
     seed: int = 0,
-) -> tuple[dict[int, MechanismConfig], str]:
-    """What each layer number gets, and why, in words. Layers that are left out stay softmax.
+    batch_size: int = 16,
+    max_length: int = 512,
+) -> AttentionChoice:
+    """Choose the mechanism of each layer by its error, without training, on data of yours; the model is not changed.
 
-    The model must be patched with anything at all sites that are in question; what it is patched with does not matter.
-    `length`: of the inputs that work is counted for, by default the longest in the batches.
+    Pass the result to `patch_model(model, choice)`; print it to see the reasons.
+
+    `batches`: what a tokenizer returns, once or several times; or texts with their `tokenizer` (and `batch_size`,
+    `max_length`). `budget` and `limit`: with "error" each layer gets the cheapest candidate whose relative error is at
+    most `budget`, or stays softmax; with "cost" all layers together may use `budget` times the multiply-adds of
+    softmax, which are spent where they reduce the error most. `length`: sequence length that cost is counted for, by
+    default the longest in the batches. `candidates`: names or configs to choose from. `layers`, `cross_attention` and
+    `seed`: as in `patch_model`, to be given there too.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    >>> model, batch = BertModel(tiny), {"input_ids": torch.arange(64).view(2, 32)}
+    >>> choice = choose_attention(model, batch, budget=0.9, candidates=["average"], length=4096)
+    >>> choice[0], choice.reasons[0]
+    (AverageConfig(), 'cheapest of 1 within an error of 0.9')
+    >>> model = patch_model(model, choice)
     """
     configs = [resolve_config(candidate) for candidate in candidates]
     if not configs:
-        raise ValueError("candidates is empty.")
+        raise ValueError("candidates is empty; give names or configs of mechanisms, or leave it out.")
+    if limit not in get_args(Limit):
+        raise ValueError(f"limit={limit!r} is not possible; choose one of {', '.join(get_args(Limit))}.")
     if not budget > 0:
-        raise ValueError(f"budget is the largest relative error that a layer may have, above 0, not {budget!r}.")
-    names = mechanism_sites(model)
-    by_name = {site.name: site for site in sites}
-    built: dict[tuple[str, int], Mechanism] = {}
-    sums: dict[tuple[str, int], Tensor] = {}
-    longest = 0
-
-    def observe(mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
-        nonlocal longest
-        site = by_name[names[mechanism]]
-        longest = max(longest, exact.shape[2])
-        valid = valid_queries(exact, masks)
-        for number, config in enumerate(configs):
-            key = site.name, number
-            if key not in built:
-                built[key] = _build(site, config, seed, exact)
-            if site.cross and not built[key].handles_cross_attention:
-                continue
-            difference = built[key](*args, **masks) - exact
-            sums[key] = sums.get(key, 0) + torch.stack([energy(x, valid).sum() for x in (difference, exact)])
-
-    for batch in [batches] if isinstance(batches, Mapping) else batches:
-        run_with_softmax(model, batch, observe)
-    if not sums:
+        raise ValueError(f"budget limits the {limit} and must be above 0, not {budget!r}.")
+    sites = _sites(model, layers, cross_attention)
+    measured = _Measured(sites, configs, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what cannot be patched is in the table
+        patch_model(model, "average", layers=layers, cross_attention=cross_attention)
+    try:
+        names = mechanism_sites(model)
+        for batch in as_batches(batches, tokenizer, batch_size=batch_size, max_length=max_length):
+            run_with_softmax(model, batch, lambda m, args, masks, exact, _: measured.add(names[m], args, masks, exact))
+    finally:
+        unpatch_model(model)
+    if not measured.longest:
         raise ValueError("batches reached no attention module; give what a tokenizer returns.")
-    options: dict[int, list[Option]] = {}
-    for number, config in enumerate(configs):
-        for index in sorted({site.index for site in by_name.values() if (site.name, 0) in built}):
-            here = [site for site in sites if site.index == index and (site.name, 0) in built]
-            if all((site.name, number) in sums for site in here):
-                found = [_option(site, built, sums, number, length or longest) for site in here]
-                worst = Option(config, max(o.error for o in found), max(o.cost for o in found))
-                options.setdefault(index, []).append(worst)
-    return _decide(options, budget, length or longest)
-
-
-def _build(site: AttentionSite, config: MechanismConfig, seed: int, like: Tensor) -> Mechanism:
-    shape = {"num_heads": site.num_heads, "num_kv_heads": site.num_kv_heads, "head_dim": site.head_dim}
-    return build_mechanism(config, **shape, layer_idx=site.ordinal, seed=seed).to(like.device)
-
-
-def _option(site: AttentionSite, built: Mapping, sums: Mapping, number: int, length: int) -> Option:
-    mechanism = built[site.name, number]
-    cost = attention_cost(mechanism, length, causal=is_causal(site))
-    error, total = sums[site.name, number]
-    return Option(
-        mechanism.config,
-        float((error / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()),
-        cost.multiply_adds / cost.softmax_multiply_adds,
-    )
-
-
-def _decide(
-    options: Mapping[int, Sequence[Option]], budget: float, length: int
-) -> tuple[dict[int, MechanismConfig], str]:
-    chosen: dict[int, MechanismConfig] = {}
-    lines = [f"Cheapest attention with an error of at most {budget:g}, for inputs of {length} tokens:"]
-    for index, found in options.items():
-        cheaper = [option for option in found if option.cost < 1]
-        within = [option for option in cheaper if option.error <= budget]
-        if within:
-            best = min(within, key=lambda option: option.cost)
-            chosen[index] = best.config
-            lines.append(f"layer {index}: {best}")
-        elif cheaper:
-            lines.append(f"layer {index}: softmax; the closest is {min(cheaper, key=lambda option: option.error)}")
+    length = length or measured.longest
+    found, work = measured.by_layer(length)
+    if limit == "error":
+        decided = {layer: _cheapest(options, budget) for layer, options in found.items()}
+    else:
+        decided = _best_use(found, work, budget, length)
+    chosen: dict[int, Candidate | None] = {}
+    reasons: dict[int, str] = {}
+    for site in sorted(sites, key=lambda s: s.index):
+        if site.index in decided:
+            chosen[site.index], reasons[site.index] = decided[site.index]
         else:
-            lines.append(f"layer {index}: softmax; at this length it has the least to do")
-    return chosen, "\n".join(lines)
+            chosen[site.index], reasons[site.index] = None, site.refusal or "the batches did not reach it"
+    cost = sum(decided[layer][0].cost * work[layer] for layer in found) / sum(work.values())
+    return AttentionChoice(chosen, reasons, found, length, cost)
+
+
+def _sites(model: nn.Module, layers: Any, cross_attention: bool) -> list[AttentionSite]:
+    sites = find_attention(model)
+    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
+        raise ValueError("This model is patched already; call unpatch_model(model) first, then choose.")
+    wanted = None if layers is None else set(parse_layers(layers))
+    return [s for s in sites if (wanted is None or s.index in wanted) and (cross_attention or not s.cross)]
+
+
+class _Measured:
+    """Sums over batches of squared errors and of squared outputs, of every candidate at every attention module."""
+
+    def __init__(self, sites: Sequence[AttentionSite], configs: Sequence[MechanismConfig], seed: int):
+        self.sites = {site.name: site for site in sites}
+        self.configs, self.seed = configs, seed
+        self.mechanisms: dict[str, list[Mechanism]] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.longest = 0
+
+    def add(self, name: str, args: tuple, masks: dict[str, Any], exact: Tensor) -> None:
+        site = self.sites[name]
+        if name not in self.mechanisms:
+            self.mechanisms[name] = [build_at(site, config, self.seed) for config in self.configs]
+        valid = valid_queries(exact, masks)
+        total = energy(exact, valid).sum()
+        pairs = []
+        for mechanism in self.mechanisms[name]:
+            possible = mechanism.handles_cross_attention or not site.cross
+            error = energy(mechanism(*args, **masks) - exact, valid).sum() if possible else total * torch.inf
+            pairs.append(torch.stack([error, total]))
+        self.sums[name] = self.sums.get(name, 0) + torch.stack(pairs)
+        self.longest = max(self.longest, exact.shape[2])
+
+    def by_layer(self, length: int) -> tuple[dict[int, list[Candidate]], dict[int, int]]:
+        """Candidates of each layer, all its modules together, and the multiply-adds of its softmax."""
+        found: dict[int, list[Candidate]] = {}
+        work: dict[int, int] = {}
+        for index in sorted({self.sites[name].index for name in self.sums}):
+            names = [name for name in self.sums if self.sites[name].index == index]
+            for number, config in enumerate(self.configs):
+                costs = [
+                    attention_cost(self.mechanisms[name][number], length, causal=is_causal(self.sites[name]))
+                    for name in names
+                ]
+                work[index] = sum(cost.softmax_multiply_adds for cost in costs)
+                error = max(float(relative_error(*self.sums[name][number])) for name in names)
+                if error < float("inf"):
+                    cost = sum(cost.multiply_adds for cost in costs) / work[index]
+                    found.setdefault(index, []).append(Candidate(config, error, cost))
+        return found, work
+
+
+def _cheapest(options: list[Candidate], budget: float) -> tuple[Candidate, str]:
+    """The cheapest within the error, and why."""
+    cheaper = [option for option in options if option.cost < 1]
+    within = [option for option in cheaper if option.error <= budget]
+    if within:
+        return min(within, key=lambda option: option.cost), f"cheapest of {len(within)} within an error of {budget:g}"
+    if cheaper:
+        return _EXACT, f"no candidate is within {budget:g}; the closest is {min(cheaper, key=lambda o: o.error)}"
+    return _EXACT, "softmax is the cheapest at this length"
+
+
+def _best_use(
+    found: Mapping[int, list[Candidate]], work: Mapping[int, int], budget: float, length: int
+) -> dict[int, tuple[Candidate, str]]:
+    """The cheapest of every layer, then one replacement after another, each the one that saves most error per cost."""
+    options = {layer: [*(o for o in here if o.cost < 1), _EXACT] for layer, here in found.items()}
+    chosen = {layer: min(here, key=lambda o: (o.cost, o.error)) for layer, here in options.items()}
+    left = budget * sum(work[layer] for layer in found) - sum(chosen[layer].cost * work[layer] for layer in found)
+    if left < 0:
+        least = budget - left / sum(work[layer] for layer in found)
+        raise ValueError(
+            f"At {length} tokens even the cheapest candidates need {least:.2f} times the multiply-adds of softmax, "
+            f"more than budget={budget:g}. Raise the budget or the length, or give cheaper candidates."
+        )
+
+    def price(layer: int, option: Candidate) -> float:
+        return (option.cost - chosen[layer].cost) * work[layer]
+
+    while True:
+        better = [
+            ((chosen[layer].error ** 2 - o.error**2) / max(price(layer, o), 1), layer, o)
+            for layer, here in options.items()
+            for o in here
+            if o.error < chosen[layer].error and price(layer, o) <= left
+        ]
+        if not better:
+            break
+        _, layer, option = max(better, key=lambda entry: entry[0])
+        left -= price(layer, option)
+        chosen[layer] = option
+    reasons = {}
+    for layer, option in chosen.items():
+        closer = [o for o in options[layer] if o.error < option.error]
+        reasons[layer] = (
+            f"the next closer one, {min(closer, key=lambda o: o.cost)}, exceeds the budget"
+            if closer
+            else "no candidate is closer"
+        )
+    return {layer: (option, reasons[layer]) for layer, option in chosen.items()}

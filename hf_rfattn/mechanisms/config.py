@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -16,7 +17,10 @@ MOST_ITEMS = 32  # of a tuple
 
 @dataclasses.dataclass(frozen=True)
 class MechanismConfig:
-    """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once."""
+    """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once.
+
+    Each field is an `option(default, help)`. `str(config)` gives the options that differ from their defaults.
+    """
 
     name: ClassVar[str]
 
@@ -24,6 +28,11 @@ class MechanismConfig:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             _check_value(field.name, getattr(self, field.name), hints[field.name])
+
+    def __str__(self) -> str:
+        """The name and the options that differ from their defaults, as the command line takes them."""
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return " ".join([self.name, *(f"{f.name}={option_value(getattr(self, f.name))}" for f in changed)])
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON document that `resolve_config` turns back into this config."""
@@ -36,6 +45,47 @@ class MechanismConfig:
         """A copy with some options changed; unknown ones raise."""
         check_options(self.name, type(self), options)
         return dataclasses.replace(self, **options)
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a config: its default, and its description for the command line and the documentation."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def option_value(value: Any) -> str:
+    """A value as NAME=VALUE takes it.
+
+    >>> option_value("joint"), option_value(None), option_value(("elu", "tanh"))
+    ('joint', 'null', '["elu", "tanh"]')
+    """
+    return value if isinstance(value, str) else json.dumps(_plain(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What there is to know of an option of a mechanism."""
+
+    name: str
+    default: str  # as NAME=VALUE takes it
+    choices: tuple[str, ...]
+    help: str
+
+
+def describe_options(config: type[MechanismConfig]) -> list[Option]:
+    """The options of a mechanism, in order: the one description that the command line and docstrings show.
+
+    >>> from hf_rfattn import BandConfig
+    >>> [option.name for option in describe_options(BandConfig)]
+    ['bandwidth', 'global_tokens']
+    """
+    hints = typing.get_type_hints(config)
+    found = []
+    for field in dataclasses.fields(config):
+        literals = [hints[field.name], *typing.get_args(hints[field.name])]
+        choices = [c for hint in literals if typing.get_origin(hint) is Literal for c in typing.get_args(hint)]
+        text = field.metadata.get("help", "")
+        found.append(Option(field.name, option_value(field.default), tuple(map(str, choices)), text))
+    return found
 
 
 def _plain(value: Any) -> Any:

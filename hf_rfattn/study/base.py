@@ -12,8 +12,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from ..bench.results import name_of, new_result, write_result
 from ..mechanisms.config import did_you_mean
+from ..results import name_of, new_result, write_result
 
 Advance = Callable[[str], Any]
 Result = dict[str, Any]

@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from ..bench.results import rounded
 from ..bench.timing import Competitor, Spread, interleave, threads
 from ..features import FourierFeatures
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
+from ..results import rounded
 from .base import Advance, Result, Study, text_table
 from .chains_report import EXACT_LOG, EXACT_SCALED, KINDS, MANY, ONE, conclusions, error_figure, tables, time_figure
 from .intervals import mean_interval

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from .. import attention_error, calibrate, unpatch_model
-from ..bench.plotting import BASELINE
 from ..mechanisms import mechanism_names, resolve_config
+from ..results.plots import BASELINE
 from .base import Advance, Result, Study, text_table
 from .pretrained import Captured, capture, describe, load, patch, read_text
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..bench.results import rounded
+from ..results import rounded
 
 Z = statistics.NormalDist().inv_cdf(0.975)
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from ..bench.results import rounded
+from ..results import rounded
 from .base import Advance, Result, Study, text_table
 from .pretrained import capture, describe, load, read_text
 

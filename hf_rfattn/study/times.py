@@ -16,12 +16,12 @@ import torch
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from ..bench.crossover import measured_crossover
-from ..bench.plotting import SOFTMAX, line_style, log_log
 from ..bench.timing import Competitor, Spread, interleave, median_ratio, threads
 from ..features.projections import seeded_generator
 from ..mechanisms import build_mechanism
 from ..ops import hadamard_matrix, softmax_attention, walsh_hadamard_transform
+from ..results import SOFTMAX, measured_crossover
+from ..results.plots import line_style, log_log
 from .base import Advance, Result, Study, text_table
 from .plotting import STYLES
 

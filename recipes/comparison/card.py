@@ -8,10 +8,8 @@ from typing import Any
 
 from training.output import MODEL
 
-from hf_rfattn.bench.results import write_result
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import RESULTS
+from hf_rfattn.results import RESULTS, parse_result, write_result
 
 from .plan import folder_of
 from .report import kind

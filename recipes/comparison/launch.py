@@ -22,8 +22,7 @@ import torch
 from training.options import flag
 from training.output import MODEL, RESULT, RUN, as_document, check_same_run, first_difference
 
-from hf_rfattn.bench.results import without_folders, write_result
-from hf_rfattn.hub.comparison import number
+from hf_rfattn.results import number, without_folders, write_result
 
 from .plan import Plan, Run, folder_of
 

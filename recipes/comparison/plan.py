@@ -21,8 +21,8 @@ from training.options import RunOptions, fields_as_arguments, parse_options
 from training.results import BUDGET
 
 from hf_rfattn import build_mechanism
-from hf_rfattn.bench.plotting import SOFTMAX
 from hf_rfattn.commands import parse_attention
+from hf_rfattn.results import SOFTMAX
 
 from .configuration import BEFORE, Configuration, Part, Row, expand, read_configuration
 

@@ -4,12 +4,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_rfattn.bench.plotting import SOFTMAX
-from hf_rfattn.bench.results import write_result
 from hf_rfattn.commands import in_bytes
-from hf_rfattn.hub.comparison import CONTROLS, number
+from hf_rfattn.hub.comparison import CONTROLS
+from hf_rfattn.results import (
+    SOFTMAX,
+    Block,
+    Heading,
+    Image,
+    Paragraph,
+    Table,
+    as_html,
+    as_markdown,
+    number,
+    write_images,
+    write_result,
+)
 
-from .blocks import Block, Heading, Image, Paragraph, Table, as_html, as_markdown
 from .plots import crossover, pareto
 
 DASH = "–"
@@ -24,9 +34,7 @@ def write_report(summary: Mapping[str, Any], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     blocks = list(report(summary))
     write_result(dict(summary), folder / "report.json")
-    for block in blocks:
-        if isinstance(block, Image):
-            block.figure.savefig(folder / block.name, dpi=150, metadata={"Software": None})
+    write_images(blocks, folder)
     (folder / "report.md").write_text(as_markdown(blocks), encoding="utf-8")
     (folder / "report.html").write_text(as_html(summary["title"], blocks), encoding="utf-8")
     return [folder / "report.html", folder / "report.md", folder / "report.json"]
@@ -54,7 +62,7 @@ def accuracy(summary: Mapping[str, Any]) -> Iterator[Block]:
     yield from map(Paragraph, not_learnt(summary))
     yield from stages(summary)
     if figure := pareto(summary):
-        yield Image("pareto.png", "Accuracy against training speed, a panel a task", figure)
+        yield Image("pareto.png", "Accuracy against training speed, a panel a task", lambda: figure)
     for table in summary["accuracy"]:
         yield Heading(title_of(table, summary["accuracy"]), 3)
         yield from _task(table)
@@ -248,7 +256,9 @@ def speed_of(summary: Mapping[str, Any]) -> Iterator[Block]:
         yield Table(f"{part}: {model}, {where} a process", headings, rows, kinds)
     if figure := crossover(summary):
         yield Image(
-            "crossover.png", "Tokens a second in training by length; rings mark where a row equals softmax", figure
+            "crossover.png",
+            "Tokens a second in training by length; rings mark where a row equals softmax",
+            lambda: figure,
         )
     if summary["crossovers"]:
         said = [f"{each['row']} ({each['part']}) {crossing(each)}" for each in summary["crossovers"]]

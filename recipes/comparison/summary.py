@@ -10,12 +10,18 @@ from typing import Any
 from finetune_glue import TASKS
 from finetune_snli import SnliTask
 
-from hf_rfattn.bench.crossover import measured_crossover
-from hf_rfattn.bench.plotting import SOFTMAX
-from hf_rfattn.bench.results import SCHEMA_VERSION, machine
-from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, beats_chance, control_of
-from hf_rfattn.hub.documents import STAGES, Metric, TaskResult, parse_result
+from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, control_of
 from hf_rfattn.hub.folder import attention_label, mechanism_names_in
+from hf_rfattn.results import (
+    SCHEMA_VERSION,
+    SOFTMAX,
+    STAGES,
+    Metric,
+    TaskResult,
+    machine,
+    measured_crossover,
+    parse_result,
+)
 
 KIND = "comparison"
 CLASSES = {name: len(task.labels) for name, task in {**TASKS, SnliTask.name: SnliTask.text_task}.items()}
@@ -132,7 +138,7 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
             for (row,), found in rows.items()
         ]
         for entry in entries:
-            entry["learnt"] = beats_chance(metric, entry["metric"]["mean"])
+            entry["learnt"] = metric.beats_chance(entry["metric"]["mean"])
         tables.append(
             {
                 "part": part,

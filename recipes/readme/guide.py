@@ -6,6 +6,8 @@ from typing import Any
 
 from comparison.report import percent
 
+from hf_rfattn.results import Block, Bullets, Paragraph
+
 Document = Mapping[str, Any]
 
 # what a line says, and the rows that show it
@@ -17,7 +19,7 @@ COMPARED = {
 }
 
 
-def guide(summary: Mapping[str, Any] | None, benchmarks: Sequence[Document]) -> str:
+def guide(summary: Mapping[str, Any] | None, benchmarks: Sequence[Document]) -> list[Block]:
     """`summary`: of the comparison with attention transfer. `benchmarks`: documents of `hf-rfattn bench`."""
     by_kind = {kind: [b for b in benchmarks if b["kind"] == f"bench {kind}"] for kind in ("ops", "model", "decode")}
     lines = [
@@ -26,7 +28,7 @@ def guide(summary: Mapping[str, Any] | None, benchmarks: Sequence[Document]) -> 
         *(_accuracy(summary) if summary else ()),
         *(line for document in by_kind["decode"][:1] for line in _decode(document)),
     ]
-    return "\n".join(f"- {line}" for line in lines) or "Nothing has been measured yet."
+    return [Bullets(lines) if lines else Paragraph("Nothing has been measured yet.")]
 
 
 def _layer(document: Document) -> Iterator[str]:

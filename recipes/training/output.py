@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from torch import nn
 
-from hf_rfattn.bench.results import write_result
 from hf_rfattn.commands import in_bytes
+from hf_rfattn.results import write_result
 
 from .lora import without_adapters
 from .options import RunOptions, flag

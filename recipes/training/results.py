@@ -7,9 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from hf_rfattn.bench.results import name_of, new_result
-from hf_rfattn.hub.documents import parse_result
-from hf_rfattn.hub.folder import checkpoint_fingerprint
+from hf_rfattn.results import checkpoint_fingerprint, name_of, new_result, parse_result
 
 from .data import fingerprint
 from .loop import Loop

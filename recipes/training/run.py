@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
-from hf_rfattn.bench.results import without_folders, write_result
 from hf_rfattn.commands import disk_is_full
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.documents import STAGES
-from hf_rfattn.hub.folder import RESULTS, needs_calibration
+from hf_rfattn.hub.folder import needs_calibration
+from hf_rfattn.results import RESULTS, STAGES, without_folders, write_result
 
 from .batches import TrainingOrder, check_share
 from .distill import make_teacher

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 import hf_rfattn
-from hf_rfattn.hub.folder import RESULTS
+from hf_rfattn.results import RESULTS
 
 from .batches import TrainingOrder
 from .options import RunOptions

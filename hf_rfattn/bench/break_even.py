@@ -1,44 +1,30 @@
-"""From which length on a mechanism is faster than softmax: out of measured times, or out of result files.
-
-`hf-rfattn bench ops` and `bench model` write their crossovers into their results, one for each mechanism, number of
-features, direction and pass: {attention, features, head_dim, causal, training, dtype, length, interpolated, lengths}.
-"""
+"""From which length on a mechanism is faster than softmax: out of measured times, and out of result files."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .results import SCHEMA_VERSION, hardware, machine
+from ..results import SCHEMA_VERSION, hardware, machine, measured_crossover
 
 
-def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> tuple[int | None, int | None]:
-    """The shortest measured length from which on a mechanism stays faster than softmax, and where between the measured
-    lengths the two are equally fast.
-
-    The first is None for a mechanism that is not faster at the longest length. The second, read off a straight line
-    between two points of a log-log plot, is None too where there is nothing to read it from: a mechanism that is faster
-    at the shortest length already.
-
-    >>> measured_crossover([128, 256, 512, 1024], [0.25, 0.5, 2.0, 4.0])
-    (512, 362)
-    >>> measured_crossover([128, 256, 512], [1.5, 0.9, 0.95])
-    (None, None)
-    """
-    rows = sorted(zip(lengths, speed_over_softmax, strict=True))
-    faster = len(rows)  # rows from here on are faster
-    while faster and rows[faster - 1][1] > 1:
-        faster -= 1
-    if faster == len(rows):
-        return None, None
-    length, speed = rows[faster]
-    if not faster:
-        return length, None
-    before, slower = rows[faster - 1]
-    share = math.log(1 / slower) / math.log(speed / slower)
-    return length, round(before * (length / before) ** share)
+def crossovers(cells: Iterable[Mapping[str, Any]], head_dim: int) -> list[dict[str, Any]]:
+    """One for each mechanism, number of features, direction, pass and type, as results hold them."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        if cell["speed_over_softmax"] is not None:
+            name = cell.get("attention", cell.get("name"))
+            key = name, cell["features"], cell["causal"], cell["training"], cell["dtype"]
+            groups.setdefault(key, []).append(cell)
+    found = []
+    for (name, features, causal, training, dtype), row in groups.items():
+        lengths = [cell["length"] for cell in row]
+        length, interpolated = measured_crossover(lengths, [cell["speed_over_softmax"] for cell in row])
+        each = {"attention": name, "features": features, "head_dim": head_dim, "causal": causal, "training": training}
+        found.append(each | {"dtype": dtype, "length": length, "interpolated": interpolated, "lengths": lengths})
+    return found
 
 
 @dataclass(frozen=True)

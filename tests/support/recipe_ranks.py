@@ -1,4 +1,4 @@
-"""Runs a recipe and writes down what each process had: `LAUNCHER tests/recipe_ranks.py recipes/finetune_snli.py ...`
+"""Runs a recipe and writes down what each process had: `LAUNCHER recipe_ranks.py recipes/finetune_snli.py ...`
 
 In the folder RECORD: gradients.pt, the whole gradients of the first step; rank-N.pt, the buffers of process N at the
 end. With STOP_AT the run breaks off before that step, as if interrupted.
@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from training.loop import Loop
 
 record = Path(os.environ.get("RECORD", "."))

@@ -1,24 +1,17 @@
-"""One JSON document a run: what was measured, by which code, on which machine.
+"""One JSON document a run: what was measured, with what, on which machine."""
 
-Tables, plots and model cards are made from these documents and from nothing else.
-"""
-
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
-import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
+from .environment import git_state, hardware, load_average, versions
 
 SCHEMA_VERSION = 1
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -40,7 +33,7 @@ def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[
     }
 
 
-def write_result(result: dict[str, Any], path: Path) -> None:
+def write_result(result: Mapping[str, Any], path: Path) -> None:
     """As JSON; folders are made."""
     write_whole(json.dumps(result, indent=2, ensure_ascii=False) + "\n", path)
 
@@ -56,64 +49,24 @@ def write_whole(text: str, path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def git_state() -> dict[str, Any]:
-    """Commit of the working copy that this package runs from, and whether it has changes; nulls if it is installed."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            command = ["git", "-C", str(PACKAGE), *arguments]
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != PACKAGE.parent:  # installed inside somebody else's repository
-        return {"commit": None, "changed": None}
-    return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ValueError for anything else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a JSON document: {error}.") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} must be a JSON object, not {type(document).__name__}.")
+    return document
 
 
-def versions(*packages: str) -> dict[str, str | None]:
-    """Of Python and of packages; null for one that is not installed."""
-    from .. import __version__
+def rounded(value: float, digits: int = 4) -> float:
+    """To so many significant digits, as result files hold numbers.
 
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found | {"hf-rfattn": __version__}
-
-
-def hardware(device: str = "cpu") -> dict[str, Any]:
-    """What it runs on: `threads` are those torch has now."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
-    names = getattr(os, "sysconf_names", {})
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in names else None
-    return {
-        "device": device,
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": memory,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def machine(found: Mapping[str, Any]) -> str:
-    """The hardware of a result in a few words.
-
-    >>> machine({"device": "cpu", "cpu": "Some CPU", "threads": 2}), machine({"device": "cuda", "gpu": "Some GPU"})
-    ('Some CPU, 2 threads', 'Some GPU')
+    >>> rounded(0.00123456)
+    0.001235
     """
-    device, threads = found.get("device", "cpu"), found.get("threads")
-    if device != "cpu":
-        return str(found.get("gpu") or device)
-    return f"{found.get('cpu') or 'a CPU'}" + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
+    return float(f"{value:.{digits}g}")
 
 
 def name_of(given: str) -> str:
@@ -163,17 +116,3 @@ def _without_folder(word: str, keep: set[Any] | None) -> str:
     if keep is None and not re.match(r"[/\\~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value):
         return word
     return start + (re.split(r"[/\\]", value.rstrip("/\\"))[-1] or ".")
-
-
-def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits, as result files hold numbers.
-
-    >>> rounded(0.00123456)
-    0.001235
-    """
-    return float(f"{value:.{digits}g}")
-
-
-def load_average() -> list[float] | None:
-    """Of the last 1, 5 and 15 minutes: what else the machine was doing."""
-    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None

@@ -1,5 +1,6 @@
 """Tiny models and a word-level tokenizer for the recipes' own `sample` data, and ways to run a recipe."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,11 +9,13 @@ from pathlib import Path
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 from training import sample
 from training.run import run
 
-ROOT = Path(__file__).parents[1]
+from support.word_tokenizers import word_level
+
+ROOT = Path(__file__).parents[2]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 WORDS = [
     *sample.PLACES,
@@ -28,10 +31,9 @@ SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": SIZE}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def tokenizer(sentences_apart=True):
+def sample_tokenizer(sentences_apart=True):
     """With [CLS] and [SEP] as BERT has them, or without as GPT-2."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = word_level([*SPECIAL, *WORDS])
     if not sentences_apart:
         return transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[SEP]")
     words.post_processor = processors.TemplateProcessing(
@@ -52,7 +54,7 @@ def make_bert(folder, **changes):
         vocab_size=len(SPECIAL) + len(WORDS), intermediate_size=2 * SIZE, max_position_embeddings=64,
         initializer_range=SIZE**-0.5, **{**SHAPE, **NO_DROPOUT, **changes},
     )  # fmt: skip
-    return _save(transformers.BertModel(config), tokenizer(), folder)
+    return _save(transformers.BertModel(config), sample_tokenizer(), folder)
 
 
 def make_gpt2(folder, **changes):
@@ -62,7 +64,7 @@ def make_gpt2(folder, **changes):
         initializer_range=SIZE**-0.5, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=3, eos_token_id=3,
         **changes,
     )  # fmt: skip
-    return _save(transformers.GPT2LMHeadModel(config), tokenizer(sentences_apart=False), folder)
+    return _save(transformers.GPT2LMHeadModel(config), sample_tokenizer(sentences_apart=False), folder)
 
 
 def _save(model, words, folder):
@@ -73,8 +75,6 @@ def _save(model, words, folder):
 
 def run_here(task_class, options_class, **fields):
     """A recipe in this process; returns its result document."""
-    import json
-
     forget_processes()
     try:
         return json.loads(run(task_class(options_class(**fields))).read_text())

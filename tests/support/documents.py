@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import hf_rfattn
-from hf_rfattn.bench.results import SCHEMA_VERSION, write_result
+from hf_rfattn.results import SCHEMA_VERSION, write_result
 
 FAVOR = {"mechanism": "favor+", "num_features": 16}
 FMM = {"mechanism": "fmm", "bandwidth": 4, "far": ["elu"]}

@@ -1,4 +1,4 @@
-"""How plots of this project look: one colour and marker a mechanism, everywhere the same."""
+"""How plots of this project look: one colour and marker a mechanism or projection, everywhere the same."""
 
 import math
 import textwrap
@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ..integration.patching import SOFTMAX
+from .schema import SOFTMAX
 
 BASELINE = "average"  # no attention at all
 
@@ -23,26 +23,54 @@ STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "hedgehog": ("#009E73", "^"),
     "fmm": ("#D55E00", "P"),
     "band": ("#56B4E9", "v"),
+    "multipole": ("#332288", "d"),
     BASELINE: ("#666666", "x"),
     "performer-pytorch": ("#882255", "h"),
     "fast-transformers": ("#AA7700", "<"),
+    "iid": ("#666666", "o"),
+    "orthogonal": ("#0072B2", "s"),
+    "hadamard": ("#D55E00", "D"),
+    "hadamard, 1 block": ("#E69F00", "^"),
+    "hadamard, 2 blocks": ("#56B4E9", "v"),
+    "hadamard, 3 blocks": ("#D55E00", "D"),
+    "sum of 3 blocks": ("#CC79A7", "X"),
 }
+DASHED = (BASELINE, "sum of 3 blocks")
 
 
 def line_style(name: str) -> dict[str, Any]:
     """Keywords for `Axes.plot`."""
     color, marker = STYLES.get(name, ("#999999", "."))
-    return {"color": color, "marker": marker, "linestyle": "--" if name == BASELINE else "-"}
+    return {"color": color, "marker": marker, "linestyle": "--" if name in DASHED else "-"}
 
 
-def log_log(axes: Axes, lengths: Sequence[int]) -> None:
-    """Both axes logarithmic, a tick at every measured length, plain numbers."""
+def draw_line(
+    axes: Axes,
+    x: Sequence[float],
+    y: Sequence[float],
+    band: tuple[Sequence[float], Sequence[float]] | None = None,
+    **style: Any,
+) -> None:
+    """A line, and the band around it from low to high."""
+    axes.plot(x, y, **style)
+    if band is not None:
+        axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def log_log(axes: Axes, ticks: Sequence[int]) -> None:
+    """Both axes logarithmic, a tick at every measured size (every other of many), plain numbers.
+
+    Call it when everything is drawn: how many ticks y has depends on how many decades there are.
+    """
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    shown = ticks[:: 1 + len(ticks) // 9]
+    axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
+    low, high = axes.get_ylim()
+    if high < 1e3 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(alpha=0.3)
 
@@ -71,9 +99,9 @@ def mark_crossover(
     )
 
 
-def title_and_legend(figure: Figure, title: str, lines: Mapping[str, Any]) -> None:
-    """Above and below the panels, no wider than the figure: the title in several lines and the legend in fewer columns
-    if need be. `lines`: what the legend shows, by label.
+def title_and_legend(figure: Figure, title: str) -> None:
+    """Above and below the panels, no wider than the figure: the title in several lines and the legend, each label of
+    all panels once, in fewer columns if need be.
     """
     renderer, room = FigureCanvasAgg(figure).get_renderer(), 0.97 * figure.bbox.width
     heading = figure.suptitle(title)
@@ -81,6 +109,10 @@ def title_and_legend(figure: Figure, title: str, lines: Mapping[str, Any]) -> No
     while heading.get_window_extent(renderer).width > room and width > 10:
         width -= 2
         heading.set_text(textwrap.fill(title, width))
+    lines: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            lines.setdefault(label, handle)
     for columns in range(len(lines), 0, -1):
         legend = figure.legend(
             lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"

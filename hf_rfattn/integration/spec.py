@@ -1,0 +1,105 @@
+"""What was patched, as the config of a model says it: a JSON document, written, read and checked."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..mechanisms import MechanismConfig, resolve_config
+from ..mechanisms.config import check_nesting
+from .names import SPEC
+
+FORMAT = 1
+MOST_LAYERS = 10_000
+SOFTMAX_NAMES = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+DAMAGED = "The checkpoint is damaged or was changed by hand; save it again from the patched model."
+
+
+@dataclass(frozen=True)
+class PatchSpec:
+    """The mechanism of each patched layer, by its number; whether cross-attention is patched; the random seed."""
+
+    by_layer: dict[int, MechanismConfig]
+    cross_attention: bool = False
+    seed: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        groups: dict[str, tuple[MechanismConfig, list[int]]] = {}
+        for number, config in self.by_layer.items():
+            groups.setdefault(repr(config), (config, []))[1].append(number)
+        layers = {format_layers(numbers): config.to_dict() for config, numbers in groups.values()}
+        return {"format": FORMAT, "seed": self.seed, "cross_attention": self.cross_attention, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, document: Any) -> "PatchSpec":
+        """Raises ValueError for a document that makes no sense; it may come from a stranger."""
+        if not isinstance(document, Mapping):
+            raise ValueError(f"config.{SPEC} must be a document, not {type(document).__name__}. {DAMAGED}")
+        check_nesting(document)
+        version = document.get("format")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ValueError(f"config.{SPEC} has no format version. {DAMAGED}")
+        if version > FORMAT:
+            raise ValueError(
+                f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
+                "Upgrade: pip install --upgrade hf-rfattn."
+            )
+        layers, cross, seed = (document.get(name) for name in ("layers", "cross_attention", "seed"))
+        if not isinstance(layers, Mapping) or not layers:
+            raise ValueError(f"config.{SPEC} does not say which layers are patched. {DAMAGED}")
+        if not isinstance(cross, bool) or not isinstance(seed, int) or isinstance(seed, bool):
+            raise ValueError(f"config.{SPEC} needs cross_attention (true or false) and a whole seed. {DAMAGED}")
+        if document.get("softmax") not in SOFTMAX_NAMES:  # never code from the Hub, which transformers fetches by name
+            raise ValueError(
+                f"config.{SPEC} names {document.get('softmax')!r} as its softmax implementation; possible are "
+                f"{', '.join(SOFTMAX_NAMES)}. {DAMAGED}"
+            )
+        by_layer: dict[int, MechanismConfig] = {}
+        for key, options in layers.items():
+            if not isinstance(key, str) or not isinstance(options, Mapping):
+                raise ValueError(f"config.{SPEC} has a layer that is not a document. {DAMAGED}")
+            config = resolve_config(options)
+            for number in parse_layers(key):
+                if number in by_layer:
+                    raise ValueError(f"config.{SPEC} names layer {number} twice. {DAMAGED}")
+                by_layer[number] = config
+        return cls(by_layer, cross, seed)
+
+
+def parse_layers(key: Any) -> list[int]:
+    """Layer numbers.
+
+    >>> parse_layers(3), parse_layers("0-2, 7"), parse_layers(range(2))
+    ([3], [0, 1, 2, 7], [0, 1])
+    """
+    if isinstance(key, int) and not isinstance(key, bool):
+        return [key]
+    if isinstance(key, str):
+        numbers: list[int] = []
+        for part in key.split(","):
+            first, dash, last = part.strip().partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()):
+                raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or '0-2,7'.")
+            if int(last or first) >= MOST_LAYERS:
+                raise ValueError(f"{key!r} names a layer beyond {MOST_LAYERS}.")
+            numbers.extend(range(int(first), int(last or first) + 1))
+            if len(numbers) > MOST_LAYERS:
+                raise ValueError(f"{key[:20]!r}… names more than {MOST_LAYERS} layers.")
+        return numbers
+    if isinstance(key, Iterable):
+        return [number for item in key for number in parse_layers(item)]
+    raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or range(0, 6).")
+
+
+def format_layers(numbers: Iterable[int]) -> str:
+    """What `parse_layers` reads.
+
+    >>> format_layers([0, 1, 2, 5])
+    '0-2,5'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

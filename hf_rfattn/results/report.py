@@ -1,0 +1,217 @@
+"""A report as a list of blocks, and the forms it can be written in: Markdown, a page of HTML, the terminal."""
+
+import base64
+import html
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .documents import rounded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+DASH = "–"  # in a cell: not measured
+PNG: dict[str, Any] = {"dpi": 150, "metadata": {"Software": None}}
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
+th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
+th { border-bottom: 2px solid #888; }
+th:first-child, td:first-child, .text { text-align: left; } td.text { min-width: 9rem; }
+tr.softmax { background: #f0f0f0; font-weight: 600; } tr.control { color: #777; font-style: italic; }
+img { max-width: 100%; height: auto; } .scroll { overflow-x: auto; } p { max-width: 52rem; }
+@media print { .scroll { overflow: visible; } }
+"""
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    text: str
+
+
+@dataclass(frozen=True)
+class Bullets:
+    items: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns with numbers are aligned to the right, unless `aligned` is False. `kinds` of rows: "softmax", "control"
+    or "", which HTML and the terminal show.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    kinds: Sequence[str] = ()
+    aligned: bool = True
+
+    @property
+    def has_numbers(self) -> list[bool]:
+        """Of each column: whether a cell begins with a number, or with the dash of one that is missing."""
+        return [
+            any(re.match(rf"[+\-−±≥≤]?\s*\d|{DASH}$", row[i]) for row in self.rows) for i in range(len(self.headings))
+        ]
+
+
+@dataclass(frozen=True)
+class Image:
+    """`name`: of the PNG file. `draw` gives the figure, when it is needed."""
+
+    name: str
+    what: str
+    draw: "Callable[[], Figure]"
+
+
+Block = Heading | Paragraph | Bullets | Table | Image
+
+
+def as_markdown(blocks: Iterable[Block], image: Callable[[str], str] = str) -> str:
+    """`image`: from the name of a plot to where it lies.
+
+    >>> print(as_markdown([Table("", ["attention", "ms"], [["favor+", "1.5"]])]), end="")
+    | attention | ms |
+    | --- | ---: |
+    | favor+ | 1.5 |
+    """
+    return "\n\n".join(_markdown(block, image) for block in blocks) + "\n"
+
+
+def _markdown(block: Block, image: Callable[[str], str]) -> str:
+    if isinstance(block, Heading):
+        return f"{'#' * block.level} {block.text}"
+    if isinstance(block, Paragraph):
+        return block.text
+    if isinstance(block, Bullets):
+        return "\n".join(f"- {item}" for item in block.items)
+    if isinstance(block, Image):
+        return f"![{block.what}]({image(block.name)})"
+    rule = ["---:" if block.aligned and numbers else "---" for numbers in block.has_numbers]
+    escaped = [[cell.replace("|", r"\|").replace("\n", " ") for cell in row] for row in [block.headings, *block.rows]]
+    lines = [escaped[0], rule, *escaped[1:]]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{block.title}**\n\n{table}" if block.title else table
+
+
+def as_html(title: str, blocks: Iterable[Block]) -> str:
+    """One page; plots stand in it as data."""
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(map(_html, blocks)) + "\n</body>\n</html>\n"
+    )
+
+
+def _html(block: Block) -> str:
+    if isinstance(block, Heading):
+        return f"<h{block.level}>{html.escape(block.text)}</h{block.level}>"
+    if isinstance(block, Paragraph):
+        return f"<p>{_html_text(block.text)}</p>"
+    if isinstance(block, Bullets):
+        return "<ul>\n" + "\n".join(f"<li>{_html_text(item)}</li>" for item in block.items) + "\n</ul>"
+    if isinstance(block, Image):
+        stream, figure = io.BytesIO(), block.draw()
+        figure.savefig(stream, format="png", **PNG)
+        data = base64.b64encode(stream.getvalue()).decode()
+        width = round(100 * figure.get_figwidth())
+        return f'<img alt="{html.escape(block.what)}" width="{width}" src="data:image/png;base64,{data}">'
+    classes = ["" if numbers and block.aligned else ' class="text"' for numbers in block.has_numbers]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "".join(f"<{tag}{text}>{_html_cell(cell)}</{tag}>" for text, cell in zip(classes, cells, strict=True))
+
+    kinds = block.kinds or [""] * len(block.rows)
+    rows = [
+        f'<tr class="{kind}">{line("td", row)}</tr>' if kind else f"<tr>{line('td', row)}</tr>"
+        for kind, row in zip(kinds, block.rows, strict=True)
+    ]
+    title = f"<h3>{html.escape(block.title)}</h3>\n" if block.title else ""
+    head = f"<thead><tr>{line('th', block.headings)}</tr></thead>"
+    return f'{title}<div class="scroll"><table>{head}\n<tbody>' + "\n".join(rows) + "</tbody></table></div>"
+
+
+def _html_text(text: str) -> str:
+    """
+    >>> _html_text("`a` < b")
+    '<code>a</code> &lt; b'
+    """
+    return re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
+
+
+def _html_cell(text: str) -> str:
+    """Lines break between words and at arrows, but not within a number and its unit.
+
+    >>> _html_cell("8.4 ± 0.2 → 9.1 %, a control")
+    '8.4&nbsp;±&nbsp;0.2 → 9.1&nbsp;%, a control'
+    """
+    return re.sub(r"(?<=\d) (?=[%×±\w])|(?<=±) ", "&nbsp;", html.escape(text))
+
+
+def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
+    """All but images, which are files."""
+    from rich.markdown import Markdown
+    from rich.table import Table as RichTable
+
+    for block in blocks:
+        if isinstance(block, Table):
+            table = RichTable(title=block.title or None, title_justify="left")
+            for heading, numbers in zip(block.headings, block.has_numbers, strict=True):
+                table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+            for kind, row in zip(block.kinds or [""] * len(block.rows), block.rows, strict=True):
+                table.add_row(*row, style={"softmax": "bold", "control": "dim"}.get(kind))
+            console.print(table)
+        elif not isinstance(block, Image):
+            console.print(Markdown(_markdown(block, str)))
+
+
+def write_images(blocks: Iterable[Block], folder: Path) -> list[Path]:
+    """The plots of a report as PNG; the same data gives the same file. Returns their paths."""
+    written = []
+    for block in blocks:
+        if isinstance(block, Image):
+            folder.mkdir(parents=True, exist_ok=True)
+            written.append(folder / block.name)
+            block.draw().savefig(written[-1], **PNG)
+    return written
+
+
+def number(value: float, digits: int = 4) -> str:
+    """So many significant digits, never in powers of ten.
+
+    >>> number(0.56999), number(1234567.0), number(3)
+    ('0.57', '1,235,000', '3')
+    """
+    value = rounded(value, digits)
+    return f"{int(value):,}" if value == int(value) else f"{value:,.12f}".rstrip("0")
+
+
+def times(value: float | None) -> str:
+    """
+    >>> times(1.234), times(12.34), times(None)
+    ('1.23 ×', '12.3 ×', '–')
+    """
+    return DASH if value is None else f"{value:.2f} ×" if value < 10 else f"{value:.1f} ×"
+
+
+def spread_of(spread: Mapping[str, Any] | None) -> str:
+    """A median and half the distance of the quartiles.
+
+    >>> spread_of({"median": 12.34, "lower": 12.0, "upper": 12.6}), spread_of(None)
+    ('12.3 ±0.3', '–')
+    """
+    if spread is None:
+        return DASH
+    half = (spread["upper"] - spread["lower"]) / 2
+    digits = 0 if spread["median"] >= 100 else 1 if spread["median"] >= 10 else 2
+    return f"{spread['median']:,.{digits}f} ±{half:,.{digits}f}"
