@@ -56,7 +56,9 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """The state of generation before the first token."""
+        """The state of generation before the first token. With `holds_all_keys` it takes one more argument, the number
+        of tokens to make room for.
+        """
         raise NotImplementedError
 
     def dense_weights(
