@@ -205,7 +205,7 @@ def stand_in(tmp_path, monkeypatch, bert):
             "softmax" if softmax else favor if own != "another" else {"mechanism": run.options.attention or "average"},
             0.75 if softmax else 0.5 if own != "another" else 0.25,
             seed=run.options.seed,
-            options=launch.as_document(run.options),
+            options=dataclasses.asdict(run.options),
             processes=run.processes,
             main_metric="accuracy",
             budget={"steps": 2, "max_length": 64},

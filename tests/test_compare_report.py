@@ -8,9 +8,9 @@ from pathlib import Path
 
 import make_readme
 import pytest
-from comparison.plots import best_of, crossover, pareto
-from comparison.report import report, row_options, write_report
+from comparison.figures import best_of, crossover, pareto
 from comparison.summary import read_summary, summarise
+from comparison.tables import report, row_options, write_report
 from readme import accuracy
 from support.documents import task
 

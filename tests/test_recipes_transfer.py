@@ -9,14 +9,13 @@ import finetune_lm
 import finetune_snli
 import pytest
 import torch
-import training.distill
 import training.run
 import transformers
 from safetensors.torch import load_file
 from support.recipes import forget_processes, make_bert, make_gpt2, run_here
-from training.distill import Teacher, make_teacher
-from training.lora import add_adapters, without_adapters
 from training.options import RunOptions
+from training.session import make_accelerator
+from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
 import hf_rfattn
 from hf_rfattn.results import parse_result
@@ -167,7 +166,7 @@ def test_distance_to_the_teacher(tuned):
     """By hand; and a student that is the teacher loses nothing but the task's own loss."""
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     options = RunOptions(model=tuned, distill="self", distill_weight=0.25, distill_temperature=3.0, distill_hidden=2.0)
-    teacher = make_teacher(training.run.make_accelerator(options), load(tuned), options)
+    teacher = make_teacher(make_accelerator(options).device, load(tuned), options)
     forget_processes()
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     batch = {"input_ids": torch.randint(4, 20, (2, 4)), "attention_mask": mask, "labels": torch.tensor([0, 2])}

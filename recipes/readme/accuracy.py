@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from comparison.plots import pareto
-from comparison.report import DROPOUT, budget_of, not_learnt, overview_table, row_options, speed_of, stages, title_of
+from comparison.figures import pareto
 from comparison.summary import KIND, summarise
+from comparison.tables import DROPOUT, budget_of, not_learnt, overview_table, row_options, speed_of, stages, title_of
 
 from hf_rfattn.results import Block, Heading, Image, Paragraph, Table, TaskResult, parse_result
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from comparison.report import percent
+from comparison.tables import percent
 
 from hf_rfattn.results import Block, Bullets, Paragraph
 
