@@ -80,9 +80,9 @@ class MultipoleAttention(Mechanism):
         kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=q.device))
         for kind in kinds.unique().tolist():  # sequences get the sizes that they would get alone
             rows = (kinds == kind).nonzero().flatten()
-            part = [x.index_select(0, rows) for x in (q, k, v)]
+            x, y, u = (z.index_select(0, rows) for z in (q, k, v))
             longest = int(count[rows].max())
-            out = out.index_copy(0, rows, self._attend_to_all(*part, scale, key_mask[rows], longest))
+            out = out.index_copy(0, rows, self._attend_to_all(x, y, u, scale, key_mask[rows], longest))
         return out
 
     def _attend_to_all(self, q, k, v, scale: float, key_mask: Tensor | None, length: int) -> Tensor:
@@ -120,23 +120,14 @@ class MultipoleAttention(Mechanism):
         return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask, context=state)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
+        seen = torch.ones_like(y[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        if segments is None:
+            return torch.stack([self._dense(*one, causal) for one in zip(x, y, seen, strict=True)])
         weights = x.new_zeros(*x.shape[:3], y.shape[2])
-        for row in range(x.shape[0]):
-            numbers = [None] if segments is None else segments[row].unique()
-            for number in numbers:
-                inside = slice(None) if number is None else (segments[row] == number).nonzero().flatten()
-                part = self._dense(
-                    x[row, :, inside if number is not None else slice(None)],
-                    y[row, :, inside],
-                    torch.ones_like(y[row, 0, inside, 0], dtype=torch.bool)
-                    if key_mask is None
-                    else key_mask[row, inside],
-                    causal,
-                )
-                if number is None:
-                    weights[row] = part
-                else:
-                    weights[row, :, inside[:, None], inside] = part
+        for row, numbers in enumerate(segments):
+            for number in numbers.unique():
+                at = (numbers == number).nonzero().flatten()
+                weights[row, :, at[:, None], at] = self._dense(x[row][:, at], y[row][:, at], seen[row, at], causal)
         return weights
 
     def _dense(self, x: Tensor, y: Tensor, seen: Tensor, causal: bool) -> Tensor:
@@ -157,9 +148,9 @@ class MultipoleAttention(Mechanism):
             sizes = self._causal_sizes()
             far = length // sizes.block
             return 2 * length * (config.exact_keys + sizes.block + far) * self.head_dim
-        sizes = self._sizes(length)
-        blocks = -(-length // sizes.block)
-        votes = 2 * SUBTILES * -(-length // sizes.tile) * blocks
+        tiled = self._sizes(length)
+        blocks = -(-length // tiled.block)
+        votes = 2 * SUBTILES * -(-length // tiled.tile) * blocks
         return (2 * length * (config.exact_keys + blocks + config.global_tokens) + votes) * self.head_dim
 
 

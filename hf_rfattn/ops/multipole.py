@@ -78,7 +78,7 @@ class _Blocks(NamedTuple):
     y: Tensor  # [N, B, c, D], 0 where no key exists
     u: Tensor  # [N, B, c, Dv]
     seen: Tensor | None  # [N, B, c]
-    count: Tensor  # [N, B], keys that exist
+    keys: Tensor  # [N, B], how many exist
     mean_y: Tensor  # [N, B, D]
     mean_u: Tensor  # [N, B, Dv]
 
@@ -120,7 +120,7 @@ class _Blocks(NamedTuple):
 
     def far_bias(self, chosen: Tensor) -> Tensor:
         """`[N, T, 1, B]`: log n_b, -inf for chosen blocks."""
-        bias = self.count.log().unsqueeze(1).expand(-1, chosen.shape[1], -1)
+        bias = self.keys.log().unsqueeze(1).expand(-1, chosen.shape[1], -1)
         return bias.scatter(2, chosen, -torch.inf).unsqueeze(2)
 
 
@@ -210,7 +210,7 @@ class _MultipoleAttention(torch.autograd.Function):
                 d_tiles[n, t] = dx.add_(dx_far.view_as(dx)).mul_(ctx.scale)
                 for total, part in zip(far, parts, strict=True):
                     total += part
-            count = blocks.count.clamp(min=1).unsqueeze(-1)
+            count = blocks.keys.clamp(min=1).unsqueeze(-1)
             for total, part in zip((d_y[n], d_u[n]), far, strict=True):
                 total += (part / count).unsqueeze(2)
         if seen is not None:

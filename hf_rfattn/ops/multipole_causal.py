@@ -124,7 +124,8 @@ class Context(State):
         count = context.count + visible.long().sum(1, keepdim=True)
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
-        return Context(keys, values, *summaries, count), rank
+        low, high, sum_keys, sum_values = summaries
+        return Context(keys, values, low, high, sum_keys, sum_values, count), rank
 
 
 def _summaries(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:

@@ -123,7 +123,7 @@ def choose_for_each(x: Tensor, rank: Tensor, low: Tensor, high: Tensor, sizes: C
 
 
 @torch.no_grad()
-def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tuple[Tensor | None, Tensor | None]:
+def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tuple[Any, Any]:
     """Positions of keys `[B, Hkv, Lk]` and queries `[B, H, Lq]`, those that exist first; None if they stay in place."""
     (B, H), heads = x.shape[:2], y.shape[1]
     y_order, x_order = (
@@ -139,8 +139,8 @@ def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tu
     )
     content = torch.ones(B, heads, dtype=torch.bool, device=x.device)
     if order == "auto":
-        some = [None if z is None else z[:, :, ::SAMPLE] for z in (x, y, x_seen, y_seen)]
-        content = prefers_content(*some, scale)
+        some: list[Any] = [None if z is None else z[:, :, ::SAMPLE] for z in (x, y, x_seen, y_seen)]
+        content = prefers_content(some[0], some[1], some[2], some[3], scale)
     if not traced() and not content.any():
         return y_order, x_order
 

@@ -91,16 +91,17 @@ def causal_multipole_weights(x: Tensor, y: Tensor, sizes: CausalSizes, seen: Ten
     rank = seen.long().cumsum(0) - 1
     number = torch.arange(-(-y.shape[1] // sizes.block), device=y.device)
     member = ((rank // sizes.block == number[:, None]) & seen).expand(y.shape[0], -1, -1)
-    choice = choose_for_each(x[None], rank[None, None], *(z[None] for z in _corners(y, member)), sizes)
+    low, high = _corners(y[None], member[None])
+    choice = choose_for_each(x[None], rank[None, None], low, high, sizes)
     far = choice.far[0] > -torch.inf  # [H, L, B]
     allowed = (rank <= rank[:, None]) & seen  # key j exists and is not later than query i
     return _near_and_far(x, y, member, ~far, far, allowed)
 
 
 def _corners(y: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest coordinates of the keys of each block: `[H, L, D]`, `[H, B, L]` → `[H, B, D]`."""
-    keys, member = y.detach().unsqueeze(1), member.unsqueeze(-1)
-    return keys.where(member, torch.inf).amin(2), keys.where(member, -torch.inf).amax(2)
+    """Least and largest coordinates of the keys of each block: `[..., L, D]`, `[..., B, L]` → `[..., B, D]`."""
+    keys, member = y.detach().unsqueeze(-3), member.unsqueeze(-1)
+    return keys.where(member, torch.inf).amin(-2), keys.where(member, -torch.inf).amax(-2)
 
 
 def _near_and_far(x, y, member: Tensor, near: Tensor, far: Tensor, allowed: Tensor | None = None) -> Tensor:
