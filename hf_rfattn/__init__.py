@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         redraw,
         unpatch_model,
     )
+    from .integration.reading import longest_input
     from .mechanisms import (
         Mechanism,
         MechanismConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "choose_attention",
     "convert",
     "extend_positions",
+    "longest_input",
     "mechanism_names",
     "mechanism_names_in",
     "patch_model",
@@ -91,6 +93,7 @@ _HOMES = {
         "redraw",
         "unpatch_model",
     ],
+    "integration.reading": ["longest_input"],
     "mechanisms": [
         "Mechanism",
         "MechanismConfig",

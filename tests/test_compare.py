@@ -14,7 +14,7 @@ import yaml
 from compare import main as compare
 from comparison import launch, plan
 from support.documents import make_checkpoint, task
-from support.recipes import make_bert, make_gpt2, run_apart
+from support.recipes import make_gpt2, run_apart
 
 from hf_rfattn.results import checkpoint_fingerprint
 
@@ -26,11 +26,6 @@ SMALL = {
     "attention": [{"label": "softmax"}, {"label": "favor+", "options": {"num_features": 8}}],
     "tasks": [{"label": "sst2", "recipe": "glue", "training": {"task": "sst2"}}],
 }
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture

@@ -14,16 +14,11 @@ import typer
 import write_text
 from safetensors import SafetensorError
 from support.commands import run
-from support.recipes import ROOT, environment, make_bert
+from support.recipes import ROOT, environment
 from training import messages
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.mark.parametrize(

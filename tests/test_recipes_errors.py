@@ -15,7 +15,7 @@ import training.loop
 from datasets import Dataset
 from filelock import FileLock
 from support.hub import LoopbackHub
-from support.recipes import environment, make_bert, run_apart, run_here
+from support.recipes import environment, run_apart, run_here
 from training import sample
 from training.options import RunOptions
 from training.output import LOCK
@@ -23,11 +23,6 @@ from training.output import LOCK
 SNLI = (finetune_snli.SnliTask, RunOptions)
 SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 4, "batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 def refused(capsys, recipe, output, **fields):

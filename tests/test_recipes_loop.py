@@ -12,7 +12,7 @@ import training.run
 import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from support.recipes import forget_processes, make_bert, run_here
+from support.recipes import forget_processes, run_here
 from training.loop import Meter
 from training.models import mechanism_parameters
 from training.optimizer import make_optimizer, rate_factor
@@ -23,11 +23,6 @@ import hf_rfattn
 SNLI = (finetune_snli.SnliTask, RunOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 6, "batch_size": 8}
 QUICK |= {"learning_rate": 1e-3, "eval_batch_size": 16}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 def train(model, output, **fields):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.recipes import ROOT, command, environment, make_bert
-from support.zygote import Zygote
 from training import saving
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
@@ -21,13 +20,6 @@ OPTIONS = [
     "--max-eval-samples", 65, "--max-steps", 12, "--batch-size", 16, "--evaluate-every", 4, "--keep", "best",
     "--learning-rate", 1e-3, "--save-every", 2,
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    zygote = Zygote(tmp_path_factory.mktemp("logs"), environment())
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,6 @@ LEARN = {
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
-
-
-@pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     return make_gpt2(tmp_path_factory.mktemp("gpt2"))
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..commands import in_bytes
 from ..integration.cache import RecurrentLayer
 from ..integration.discovery import find_attention
 from ..mechanisms import MechanismConfig, mechanism_names
@@ -45,6 +44,7 @@ from ..results import (
     new_result,
     rounded,
 )
+from ..results.units import in_bytes
 from .contenders import named_configs
 from .devices import check_device, check_dtype
 from .loading import SHAPES, describe, load_model, share_weights

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_rfattn.commands import in_bytes
 from hf_rfattn.results import (
     CONTROLS,
     SOFTMAX,
@@ -19,6 +18,7 @@ from hf_rfattn.results import (
     write_images,
     write_result,
 )
+from hf_rfattn.results.units import in_bytes
 
 from .figures import crossover, pareto
 
