@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .mechanisms.fmm import FmmConfig
     from .mechanisms.hedgehog import HedgehogConfig
     from .mechanisms.linear import LinearConfig
+    from .mechanisms.multipole import MultipoleConfig
     from .mechanisms.naming import attention_label, mechanism_names_in
     from .mechanisms.rff import RffConfig
 
@@ -55,6 +56,7 @@ __all__ = [
     "LinearConfig",
     "Mechanism",
     "MechanismConfig",
+    "MultipoleConfig",
     "RffConfig",
     "attention_error",
     "attention_label",
@@ -106,6 +108,7 @@ _HOMES = {
     "mechanisms.fmm": ["FmmConfig"],
     "mechanisms.hedgehog": ["HedgehogConfig"],
     "mechanisms.linear": ["LinearConfig"],
+    "mechanisms.multipole": ["MultipoleConfig"],
     "mechanisms.naming": ["attention_label", "mechanism_names_in"],
     "mechanisms.rff": ["RffConfig"],
 }
