@@ -17,7 +17,7 @@ from .inputs import Data, as_batches
 from .names import SPEC
 from .patching import SOFTMAX, build_at, patch_model, unpatch_model
 from .spec import parse_layers
-from .tables import text_table
+from .text_table import text_table
 
 Limit = Literal["error", "cost"]
 
