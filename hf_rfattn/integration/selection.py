@@ -26,6 +26,7 @@ CANDIDATES: tuple[MechanismConfig, ...] = (
     *(resolve_config(name) for name in ("average", "linear", "favor+", "hedgehog")),
     *(resolve_config("band", bandwidth=width, global_tokens=1) for width in (16, 32, 64, 128)),
     *(resolve_config("fmm", bandwidth=w, normalizer="joint", global_tokens=1) for w in (16, 32, 64, 128)),
+    *(resolve_config("multipole", exact_keys=keys) for keys in (64, 128, 256)),
 )
 
 
