@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import FeatureFunction, Features
-from ..ops.linear import group
+from ..ops.linear import regroup
 from .kernels import KERNELS
 from .projections import Projection, draw_projection, seeded_generator
 
@@ -26,12 +26,25 @@ SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordabl
 def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """scale · Wx: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`; query heads may share the weight of a key head."""
     weight = scale * weight.to(x.dtype).mT
-    return (group(x, len(weight)) @ weight).reshape(*x.shape[:3], weight.shape[-1])
+    return regroup(regroup(x, len(weight)) @ weight, x.shape[1])
 
 
-def squared_norm(x: Tensor) -> Tensor:
-    """|x|², `[B, H, L, 1]`."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+class HalfSquaredNorm(torch.autograd.Function):
+    """|x|² / 2, `[B, H, L, 1]`, with a gradient in one pass: autograd's own takes several."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
@@ -59,7 +72,9 @@ class FeatureMap(nn.Module):
                 f"{type(self).__name__} has parameters, but its `tensors(role)` returns none. `features` must get "
                 "them as arguments; read from the module, they would not be trained."
             )
-        return FeatureFunction(self, role, scale, tensors, self.floor())
+        floor = None if self.log_features else self.floor()
+        size = self.num_features + (floor is not None)
+        return FeatureFunction(self, role, scale, tensors, floor, self.log_features, size)
 
     def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
         """All parameters and buffers that φ reads, or what is made of them."""
@@ -140,7 +155,7 @@ class LogLinearFeatures(FeatureMap):
         self, x: Tensor, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
     ) -> Tensor:
         """-τ|x|²/2 - log M / 2; keys have it too."""
-        norms = squared_norm(x) * (-(scale**2) / 2)
+        norms = HalfSquaredNorm.apply(x) * -(scale**2)
         if temperature is not None:
             norms = norms * per_query_head(temperature.to(x.dtype), x.shape[1])
         return norms - math.log(weight.shape[1]) / 2
@@ -372,7 +387,7 @@ class FourierFeatures(RandomFeatures):
             factor = torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
         factor = factor * (2 / self.num_features) ** 0.5
         if self.kernel == "gaussian" and not self.normalize_qk:
-            return Features(squared_norm(x) * (scale**2 / 2), factor)
+            return Features(HalfSquaredNorm.apply(x) * scale**2, factor)
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor:

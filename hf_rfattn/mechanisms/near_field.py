@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops import State, attend, banded_attention, global_attention, global_keys, merge
-from ..ops.banded import bias_of
+from ..ops.softmax import bias_of
 from ..ops.naive import allowed_pairs
 
 
