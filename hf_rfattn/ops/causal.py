@@ -102,8 +102,8 @@ class _Block(NamedTuple):
 
 
 def _block_size(q: Tensor, phi: FeatureFunction) -> int:
-    """Sums, one a block, are no larger than the values."""
-    return block_size(q, max(phi.size, TILE), least=max(q.shape[3], phi.size), multiple=TILE)
+    """Sums, one a block, are no larger than the values. More tensors are in use at once than elsewhere."""
+    return block_size(q, 2 * max(q.shape[3], phi.size, TILE), least=max(q.shape[3], phi.size), multiple=TILE)
 
 
 def _attention(q, k, v, phi_q, phi_k, masks, sums) -> tuple[Tensor, ...]:
@@ -214,11 +214,19 @@ def decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool = F
         for t in steps:
             sums.append(torch.addcmul(terms[:, :, t], decay[:, :, t], sums[-1]))
         return torch.stack(sums[:-1], dim=2), sums[-1]
-    before = torch.empty_like(terms)
-    for t in reversed(steps) if backward else steps:
-        before[:, :, t] = start
-        start = torch.addcmul(terms[:, :, t], decay[:, :, t], start)
-    return before, start
+    before, shift = torch.empty_like(terms), -1 if backward else 1
+    first, *others = steps[::shift]
+    before[:, :, first] = start
+    for t in others:
+        last = t - shift
+        torch.addcmul(terms[:, :, last], decay[:, :, last], before[:, :, last], out=before[:, :, t])
+    last = steps[::shift][-1]
+    return before, torch.addcmul(terms[:, :, last], decay[:, :, last], before[:, :, last])
+
+
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, of tensors with three dimensions of a batch, in one pass."""
+    return torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).view_as(x)
 
 
 def _attend_block(block: _Block, sums: Sums, floor: Tensor | None) -> tuple[Tensor, ...]:
@@ -238,8 +246,8 @@ def _attend_block(block: _Block, sums: Sums, floor: Tensor | None) -> tuple[Tens
     offsets = exp_of_difference(pair_scale, scale - q_scale)
     weights = (q.divided(q_scale) @ k.divided(k_scale).mT).mul_(offsets)
     phi = read.divided(scale)
-    numerator = weights @ v + phi @ before.outer
-    d = weights.sum(-1, keepdim=True) + (phi * before.total.mT).sum(-1, keepdim=True)
+    numerator = add_product(phi @ before.outer, weights, v)
+    d = weights.sum(-1, keepdim=True) + torch.linalg.vecdot(phi, before.total.mT).unsqueeze(-1)
     least = None
     if floor is not None:
         weight = exp_of_difference(k.log.mT + tiles.pairs + q.log, scale).sum(-1, keepdim=True)
@@ -305,7 +313,11 @@ def _forward(q, k, v, phi_q, phi_k, masks, sums) -> tuple[tuple[Tensor, ...], li
         if by_steps:
             found = _attend_by_steps(block, Sums(*sums))
         pieces.append(_Piece(rows, by_steps, sums))
-        out[:, :, rows], log_d[:, :, rows], *after = found
+        part, part_d, *after = found
+        if rows == slice(0, length):
+            out, log_d = part.to(q.dtype), part_d
+        else:
+            out[:, :, rows], log_d[:, :, rows] = part, part_d
         sums = tuple(after)
     return (out, log_d, *sums), pieces
 
@@ -339,7 +351,7 @@ class _CausalAttention(torch.autograd.Function):
             if by_steps:
                 found = _backward_by_steps(block, state, g, d_log, d_outer, d_total)
             else:
-                shift = (g * o).sum(-1, keepdim=True) - d_log
+                shift = torch.linalg.vecdot(g, o.to(g.dtype)).unsqueeze(-1) - d_log
                 found = _backward_of_tiles(block, state, g, shift, log, d_outer, d_total)
             d_lx, d_ly, dv[:, :, rows], d_outer, d_total = found
             dq[:, :, rows], dk[:, :, rows] = queries.pull(d_lx), keys.pull(d_ly)
@@ -386,7 +398,7 @@ def _backward_of_tiles(block: _Block, state: Sums, g, shift, log_d, d_outer, d_t
     # keys and the gradient of the sums after theirs
     outers, d_outer = decayed_sums(phi.mT @ g, decay, d_outer, backward=True)
     totals, d_total = decayed_sums((phi * shift).sum(-2).neg_().unsqueeze(-1), decay, d_total, backward=True)
-    d_v += psi @ outers
+    d_v = add_product(d_v, psi, outers)
     d_k.addcmul_((v @ outers.mT).add_(totals.mT), psi)
     d_k, d_v = (from_tiles(d, kv_heads, length) for d in (d_k, d_v))
     return from_tiles(d_q, heads, length), d_k, d_v, d_outer, d_total

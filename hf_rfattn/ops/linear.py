@@ -242,7 +242,7 @@ class _PositiveAttention(torch.autograd.Function):
         for x, g, o, dx in zip(*(z.split(size, dim=2) for z in (q, gradient, out, dq)), strict=True):
             weights = torch.softmax(regroup(queries.logs(x), kv_heads) + mass, -1)
             g, o = (regroup(z.to(dtype), kv_heads) for z in (g, o))
-            d_logs = (g @ mean.mT).sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
+            d_logs = (g @ mean.mT).sub_(torch.linalg.vecdot(g, o).unsqueeze(-1)).mul_(weights)
             d_mean += weights.mT @ g
             d_mass += d_logs.sum(-2, keepdim=True)
             dx.copy_(queries.pull(regroup(d_logs, heads)))
