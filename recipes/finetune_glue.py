@@ -3,12 +3,11 @@
 accelerate launch recipes/finetune_glue.py --task sst2 --model google-bert/bert-base-uncased --attention favor+
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass
 from typing import Literal
 
-from metrics.glue.glue import METRICS, Glue
 from training.classification import ClassificationTask, TextTask
 from training.options import RunOptions, described
 from training.run import main
@@ -41,8 +40,6 @@ class GlueTask(ClassificationTask):
         super().__init__(options)
         self.name = self.hub_config = options.task
         self.text_task = TASKS[options.task]
-        self.metric = Glue(options.task, keep_in_memory=True)
-        self.main_metric = METRICS[options.task][-1].__name__
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ accelerate launch recipes/finetune_lm.py --model openai-community/gpt2 --attenti
 accelerate launch recipes/finetune_lm.py --from-scratch recipes/gpt2_mini.json --max-length 256 --learning-rate 1e-3
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from datasets import Dataset
-from metrics.perplexity.perplexity import Perplexity
 from torch import Tensor
 from training.data import Source, check_texts, find_source, load_split
 from training.language import config_from_scratch, split_blocks, split_windows, tokens_of, train_tokenizer
+from training.metrics import perplexity
 from training.models import (
     choose_length,
     collator,
@@ -31,8 +31,10 @@ from training.models import (
 from training.options import RunOptions, described
 from training.output import TOKENIZER
 from training.run import main
-from training.task import Metric, Prepared, Task
+from training.task import Prepared, Task
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 512
 
@@ -68,7 +70,6 @@ class LanguageTask(Task[LanguageOptions]):
 
     def __init__(self, options: LanguageOptions):
         super().__init__(options)
-        self.metric = Perplexity(keep_in_memory=True)
         self.num_bytes: dict[str, int] = {}
 
     def prepare(self) -> Prepared:
@@ -121,12 +122,12 @@ class LanguageTask(Task[LanguageOptions]):
         """Of each window, the negative log-likelihood of the tokens that count, and their number."""
         labels = batch["labels"][:, 1:]
         losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2).float(), labels, reduction="none")
-        return {"predictions": losses.sum(-1, dtype=torch.float64), "references": (labels != -100).sum(-1)}
+        return {"losses": losses.sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        values = self.metric.compute(**predictions, num_bytes=self.num_bytes[split])
-        tokens = int(predictions["references"].sum())
-        return {name: Metric(value, tokens, lower_is_better=True) for name, value in values.items()}
+        losses, tokens = predictions["losses"].tolist(), predictions["tokens"].tolist()
+        values = perplexity(losses, tokens, self.num_bytes[split])
+        return {name: Metric(value, sum(tokens), lower_is_better=True) for name, value in values.items()}
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 python recipes/finetune_snli.py --model google-bert/bert-base-uncased --attention favor+
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
-from metrics.glue.glue import Glue
 from training.classification import ClassificationTask, TextTask
 from training.options import RunOptions
 from training.run import main
@@ -13,14 +12,9 @@ from training.run import main
 
 class SnliTask(ClassificationTask):
     name = "snli"
-    main_metric = "accuracy"
     hub_name, hub_config = "stanfordnlp/snli", None
     text_task = TextTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"))
     drop_unlabelled = True
-
-    def __init__(self, options: RunOptions):
-        super().__init__(options)
-        self.metric = Glue("snli", keep_in_memory=True)
 
 
 if __name__ == "__main__":

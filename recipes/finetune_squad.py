@@ -4,7 +4,7 @@ accelerate launch recipes/finetune_squad.py --model google-bert/bert-base-uncase
 accelerate launch recipes/finetune_squad.py --version 2 --model google-bert/bert-base-uncased --attention fmm
 """
 
-import training.interrupt  # noqa: F401  # isort: skip
+import training.messages  # noqa: F401  # isort: skip
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,17 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
-from metrics.squad.squad import Squad
 from torch import Tensor
 from training.answers import encode_windows, find_answer
 from training.data import Source, check_texts, find_source, load_split, take
+from training.metrics import squad, squad_v2
 from training.models import choose_length, collator, load_config, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
-from training.task import Metric, Prepared, Task
+from training.task import Prepared, Task
 from transformers import AutoModelForQuestionAnswering
+
+from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 384
 COLUMNS = ["id", "context", "question", "answers"]
@@ -47,7 +49,6 @@ class SquadTask(Task[SquadOptions]):
         super().__init__(options)
         self.second = options.version == "2"
         self.name = "squad_v2" if self.second else "squad"
-        self.metric = Squad("v2" if self.second else "v1", keep_in_memory=True)
         self.windows: dict[str, Dataset] = {}  # of each evaluation split, with the places of their tokens
         self.examples: dict[str, Dataset] = {}
 
@@ -108,24 +109,24 @@ class SquadTask(Task[SquadOptions]):
         of_example: dict[int, list[dict[str, Any]]] = {}
         for window, (start, end) in zip(self.windows[split], predictions["logits"].numpy(), strict=True):
             of_example.setdefault(window["example"], []).append({**window, "start": start, "end": end})
-        answers = []
-        for i, example in enumerate(examples):
-            best, null = find_answer(example["context"], of_example[i], options.n_best, options.max_answer_length)
-            text, doubt = (best[0]["text"], null - best[0]["score"]) if best else ("", float("inf"))
-            doubts = {"no_answer_probability": doubt} if self.second else {}
-            answers.append({"id": example["id"], "prediction_text": text, **doubts})
-        references = [{"id": row["id"], "answers": row["answers"]} for row in examples]
-        threshold = {"no_answer_threshold": options.null_threshold} if self.second else {}
-        values = self.metric.compute(predictions=answers, references=references, **threshold)
+        answers, doubts = {}, {}
+        for i, row in enumerate(examples):
+            best, null = find_answer(row["context"], of_example[i], options.n_best, options.max_answer_length)
+            answers[row["id"]] = best[0]["text"] if best else ""
+            doubts[row["id"]] = null - best[0]["score"] if best else float("inf")
+        truths = {row["id"]: row["answers"]["text"] for row in examples}
         if self.second:
+            values = squad_v2(answers, truths, doubts, options.null_threshold)
             values["exact_match"] = values.pop("exact")
+        else:
+            values = squad(answers, truths)
 
         def of_questions(name: str) -> int:
             """How many of them a metric is about: HasAns_f1 is about HasAns_total."""
-            return values.get(f"{name.partition('_')[0]}_total", len(answers))
+            return int(values.get(f"{name.partition('_')[0]}_total", len(answers)))
 
         shown = {name: value for name, value in values.items() if not name.endswith(("total", "thresh"))}
-        silent = 100 * sum(not row["answers"]["text"] for row in references) / len(references)  # no answer at all
+        silent = 100 * sum(not texts for texts in truths.values()) / len(truths)  # no answer at all
         chance = {"exact_match": silent, "f1": silent}
         return {name: Metric(value, of_questions(name), 100, chance=chance.get(name)) for name, value in shown.items()}
 

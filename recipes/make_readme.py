@@ -2,7 +2,7 @@
 result files in recipes/results and from nothing else.
 
 A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
-documents (by file name) and a page to Markdown, add it to `PAGES`, and put its markers where it belongs. Plots that a
+documents (by file name) and a page to blocks, add it to `PAGES`, and put its markers where it belongs. Plots that a
 part shows are drawn beside their result files, unless they were drawn from the same data before. Run it with
 `make readme`; again, and nothing changes.
 """
@@ -11,28 +11,25 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import PIL.Image
 import typer
-from matplotlib.figure import Figure
 from readme import accuracy, speed, studies, upstream
 from readme.guide import guide
-from readme.markdown import Documents, Page
+from readme.pages import Documents, Page
 
-from hf_rfattn.bench import decode_report, model_report, ops_report
-from hf_rfattn.results import Image
+from hf_rfattn.results import Block, as_markdown, read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
 
-Parts = dict[str, Callable[[Documents, Page], str]]
+Parts = dict[str, Callable[[Documents, Page], list[Block]]]
 
 
-def which_when(documents: Documents, page: Page) -> str:
+def which_when(documents: Documents, page: Page) -> list[Block]:
     return guide(accuracy.summary_of("transfer", documents), list(documents.values()))
 
 
@@ -68,7 +65,7 @@ def read_documents(folder: Path) -> Documents:
     """By file name; those of comparisons and studies lie in folders of their own."""
     folders = [folder, *(folder / name for name in (*accuracy.COMPARISONS, studies.FOLDER))]
     paths = [path for each in folders for path in sorted(each.glob("*.json"))]
-    return {str(path.relative_to(folder)): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    return {str(path.relative_to(folder)): read_result(path) for path in paths}
 
 
 def fill(text: str, documents: Documents, page: Page, parts: Parts) -> str:
@@ -77,33 +74,19 @@ def fill(text: str, documents: Documents, page: Page, parts: Parts) -> str:
         pattern = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", flags=re.DOTALL)
         if len(pattern.findall(text)) != 1:
             raise ValueError(f"The page must have <!-- {name}:start --> and <!-- {name}:end --> once each.")
-        made = make(documents, page).rstrip("\n")
+        made = as_markdown(make(documents, page), page.address).rstrip("\n")
         text = pattern.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
     return text
 
 
 def draw_plots(documents: Documents, folder: Path) -> list[Path]:
     """Beside result files whose plots the pages show, where there is none or one of other data; which were drawn."""
-    draw: dict[str, Callable[[Any], Any]] = {
-        "bench ops": lambda document: ops_report.plot(document, document["dtypes"][0]),
-        "bench model": model_report.plot,
-        "bench decode": decode_report.plot,
-    }
     drawn = []
-
-    def save(figure: Callable[[], Figure], path: Path, data: Any) -> None:
-        mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    for image, data in (*speed.plots(documents), *accuracy.plots(documents)):
+        path, mark = folder / image.name, hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
         if not path.exists() or mark_of(path) != mark:
-            figure().savefig(path, dpi=150, metadata={MARK: mark, "Software": None})
+            image.draw().savefig(path, dpi=150, metadata={MARK: mark, "Software": None})
             drawn.append(path)
-
-    for name, document in documents.items():
-        if document["kind"] in draw:
-            save(partial(draw[document["kind"]], document), (folder / name).with_suffix(".png"), document)
-    for name in accuracy.COMPARISONS:
-        for block in accuracy.comparison(name, documents, Page("")):
-            if isinstance(block, Image):
-                save(block.draw, folder / name / block.name, accuracy.summary_of(name, documents))
     return drawn
 
 

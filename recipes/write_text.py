@@ -3,7 +3,7 @@
 python recipes/write_text.py --model DIR_OR_NAME --output stories
 """
 
-from training.interrupt import one_line_if_interrupted  # isort: skip
+from training.messages import script  # isort: skip
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 BATCH = 100
 
 
-@one_line_if_interrupted()
+@script()
 def main(
     model: Annotated[str, typer.Option(help="A causal model's folder, or its name on the Hub.")],
     output: Annotated[Path, typer.Option(help="Folder for train.jsonl and validation.jsonl.")],

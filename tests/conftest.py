@@ -12,6 +12,7 @@ import torch
 import transformers
 
 pytest.register_assert_rewrite("support")
+pytest_plugins = ["support.fixtures"]
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
 

@@ -11,8 +11,9 @@ from support.commands import failure, run
 from support.models import tiny_gpt2, tiny_llama
 
 from hf_rfattn import mechanism_names, patch_model, results
-from hf_rfattn.bench import decode, decode_report
-from hf_rfattn.bench.decode import Decoder, Settings, cache_bytes, measure_decode, predicted_cache_bytes
+from hf_rfattn.bench import decode, loading
+from hf_rfattn.bench.decode import Decoder, cache_bytes
+from hf_rfattn.bench.settings import DecodeSettings
 from hf_rfattn.bench.timing import Competitor, Spread, Watch, busy_seconds, interleave, median_ratio, threads
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
@@ -191,12 +192,11 @@ def test_decode_writes_a_result(result):
     assert (result["output"] / "decode.png").read_bytes().startswith(b"\x89PNG")
     for name in names:
         assert name in result["text"]
-    assert "bytes of cache, one sequence" in result["text"] and str(result["output"] / "decode.json") in result["text"]
+    assert "Bytes of cache, one sequence" in result["text"] and str(result["output"] / "decode.json") in result["text"]
 
 
-def test_bytes_are_those_predicted(result):
+def test_bytes_of_caches(result):
     for cell in result["cells"]:
-        assert cell["cache_bytes"] == cell["predicted_cache_bytes"]
         if cell["attention"] == "softmax":  # layers, keys and values, width, float32
             assert cell["cache_bytes"] == cell["batch"] * cell["context"] * 2 * 2 * 32 * 4
     held = {(c["attention"], c["batch"], c["context"]): c["cache_bytes"] for c in result["cells"]}
@@ -223,7 +223,7 @@ def test_a_lengthened_cache_is_that_of_a_real_prompt(name):
             assert [x.shape for x in mine.state.tensors()] == [x.shape for x in theirs.state.tensors()]
         else:
             assert mine.keys.shape == theirs.keys.shape and mine.values.is_contiguous()
-    assert cache_bytes(decoder.cache) == cache_bytes(real) == predicted_cache_bytes(model, batch, context)
+    assert cache_bytes(decoder.cache) == cache_bytes(real)
     if name != "softmax":
         cost = attention_cost(site.rf, context, causal=True)
         state = site.rf.new_state(batch, site.rf.head_dim, torch.float32, "meta")
@@ -247,7 +247,7 @@ def test_every_row_of_steps_starts_after_the_context(name):
 
 def test_competitors_share_their_weights():
     model = tiny_gpt2()
-    models = decode.share_weights(model, {name: resolve_config(name) for name in ("favor+", "band")}, seed=0)
+    models = loading.share_weights(model, {name: resolve_config(name) for name in ("favor+", "band")}, seed=0)
     assert models["softmax"] is model and model.config._attn_implementation == "sdpa"
     for name in ("favor+", "band"):
         assert models[name].transformer.h[0].attn.c_attn.weight is model.transformer.h[0].attn.c_attn.weight
@@ -272,7 +272,6 @@ def test_windows_and_layers_left_alone():
             decoder.run()
         assert decoder.cache.layers[0].keys.shape[2] == 15
         assert decoder.cache.layers[1].get_seq_length() == 42
-        assert predicted_cache_bytes(model, 1, 40) is None
 
 
 def test_softmax_is_skipped_where_it_does_not_fit(gpt2, monkeypatch, tmp_path):
@@ -296,37 +295,40 @@ def test_contexts_are_measured_together_where_they_fit():
 
 
 def test_a_mechanism_with_two_names_is_measured_once():
-    assert list(Settings([8], [1], ["softmax", "performer", "favor+"]).mechanisms) == ["favor+"]
+    assert list(decode.mechanisms(DecodeSettings(attention=["softmax", "performer", "favor+"]))) == ["favor+"]
 
 
 def test_some_mechanisms_only_and_the_default_model(monkeypatch, tmp_path):
     """Names between commas or one by one; without --model a random gpt2, here a small one."""
     small = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=30, bos_token_id=0, eos_token_id=0)
-    monkeypatch.setattr(decode, "GPT2Config", lambda **options: transformers.GPT2Config(**small | options))
+    made = lambda length: transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, n_positions=length))  # noqa: E731
+    monkeypatch.setitem(loading.SHAPES, "gpt2", made)
     arguments = ("--attention", "performer,band", "--attention", "softmax", "--attention", "linear")
     run("bench", "decode", "--contexts", "32", *QUICK, *arguments, "--output", tmp_path, "--dtype", "bfloat16")
     result = json.loads((tmp_path / "decode.json").read_text())
     assert list(result["attention"]) == ["favor+", "band", "linear"]
     assert result["model"]["name"] == "gpt2-shaped, random weights" and result["model"]["dtype"] == "bfloat16"
     softmax = next(c for c in result["cells"] if c["attention"] == "softmax" and c["batch"] == 1)
-    assert softmax["cache_bytes"] == softmax["predicted_cache_bytes"] == 32 * 2 * 16 * 2
+    assert softmax["cache_bytes"] == 32 * 2 * 16 * 2
 
 
 def test_plot_and_tables_need_the_document_alone(result):
     document = json.loads((result["output"] / "decode.json").read_text())
-    figure = decode_report.plot(document)
+    figure = decode.plot(document)
     assert len(figure.axes) == 3 and figure.axes[0].get_xscale() == figure.axes[2].get_yscale() == "log"
     lines = {line.get_label(): line for line in figure.axes[0].lines}
     softmax = [c for c in document["cells"] if c["attention"] == "softmax" and c["batch"] == 1]
     assert list(lines["softmax"].get_ydata()) == [c["ms_per_token"]["median"] for c in softmax]
-    assert [table.row_count for table in decode_report.tables(document)] == [1 + len(mechanism_names())] * 3
+    tables = [block for block in decode.report(document, "decode") if isinstance(block, results.Table)]
+    assert [len(table.rows) for table in tables] == [1 + len(mechanism_names())] * 3
 
 
 def test_the_global_generator_is_left_alone(gpt2):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    measure_decode(Settings([8], [1], ["favor+"], model=str(gpt2), repetitions=1, tokens=1))
+    quick = {"contexts": [8], "batches": [1], "repetitions": 1, "tokens": 1}
+    decode.measure(DecodeSettings(attention=["favor+"], model=str(gpt2), **quick))
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -335,7 +337,7 @@ def test_the_global_generator_is_left_alone(gpt2):
     [
         (("--contexts", "many"), "--contexts 'many' must be whole numbers such as 1024,4096"),
         (("--contexts", "1"), "at least 2 tokens"),
-        (("--contexts", "160"), "This gpt2 has 160 positions, fewer than the 168"),
+        (("--contexts", "160"), "This gpt2 has 160 positions, too few for 168 tokens"),
         (("--batches", "0"), "--batches '0' must be whole numbers"),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--dtype", "float8"), "dtype 'float8' is not possible; choose one of float32, bfloat16, float16."),

@@ -9,13 +9,14 @@ from support.commands import failure, run
 from support.documents import make_checkpoint
 from support.models import tiny_gpt2
 
-from hf_rfattn.bench import model, model_report
-from hf_rfattn.bench.crossover import find_crossover
-from hf_rfattn.bench.decode import share_weights
-from hf_rfattn.bench.model import Settings, load_model, measure_model, speed_documents
+from hf_rfattn.bench import loading, model
+from hf_rfattn.bench.break_even import find_crossover
+from hf_rfattn.bench.loading import load_model, random_tokens, share_weights
+from hf_rfattn.bench.model import rows_of, speed_documents
+from hf_rfattn.bench.settings import ModelSettings
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.mechanisms import resolve_config
-from hf_rfattn.results import SpeedResult, parse_result
+from hf_rfattn.results import Image, SpeedResult, Table, parse_result
 
 QUICK = ("--lengths", "64,32", "--repetitions", 2, "--threads", 1)
 
@@ -55,7 +56,7 @@ def test_a_result_is_complete(result):
         assert cell["step_bytes"] is None or cell["step_bytes"] >= 0
     assert len(result["crossovers"]) == 3 * 2 and result["neighbours"]["runs"] == 2 * len(cells)
     assert result["weights_bytes"] == 4 * result["model"]["parameters"]
-    for text in ("Inference: me/tiny", "Training step: me/tiny", "Faster than softmax from", "model_gpt2.json"):
+    for text in ("inference", "training step", "hedgehog", "Faster than softmax from", "model_gpt2.json"):
         assert text in result["text"]
     shape = {"head_dim": 8, "num_features": None, "causal": True, "folder": result["output"]}
     assert "model_gpt2.json: model, favor+, 8 features" in find_crossover("favor+", **shape, training=True).source
@@ -63,11 +64,13 @@ def test_a_result_is_complete(result):
 
 def test_tables_and_plot_need_the_document_alone(result):
     document = json.loads((result["output"] / "model_gpt2.json").read_text())
-    assert [table.row_count for table in model_report.tables(document)] == [4 * 2] * 2
-    figure = model_report.plot(document)
+    table, _, image = model.report(document, "some_name")
+    assert isinstance(table, Table) and len(table.rows) == 4 * 2 and len(table.headings) == 2 + 2
+    assert isinstance(image, Image) and image.name == "some_name.png"
+    figure = image.draw()
     assert len(figure.axes) == 3 and figure.axes[1].get_xscale() == figure.axes[2].get_yscale() == "log"
     lines = {line.get_label(): line for line in figure.axes[0].lines}
-    softmax = model_report.rows_of(document, "softmax", False)
+    softmax = rows_of(document, "softmax", False)
     assert list(lines["softmax"].get_ydata()) == [c["milliseconds"]["median"] / 2 for c in softmax]
     assert (result["output"] / "model_gpt2.png").read_bytes().startswith(b"\x89PNG")
 
@@ -80,7 +83,7 @@ def test_documents_for_cards(result):
         assert found.attention == resolve_config(name).to_dict() and "checkpoint" not in document
         for timing in found.lengths:
             softmax, own = (
-                next(c for c in model_report.rows_of(result, each, False) if c["length"] == timing.length)
+                next(c for c in rows_of(result, each, False) if c["length"] == timing.length)
                 for each in ("softmax", name)
             )
             assert timing.softmax_seconds == pytest.approx(softmax["milliseconds"]["median"] / 1000, rel=1e-3)
@@ -110,17 +113,16 @@ def write_card_without_results(folder):
 
 
 def test_models_hold_the_same_weights_and_all_of_them_learn(gpt2):
-    settings = Settings([32], ["hedgehog"], model=str(gpt2))
-    softmax, attention = load_model(settings)
+    softmax = load_model(str(gpt2), 32, dtype="float32", device="cpu")
     assert softmax.config._attn_implementation == "sdpa" and softmax.config.attn_pdrop == 0
-    models = share_weights(softmax, attention, 0)
+    models = share_weights(softmax, {"hedgehog": resolve_config("hedgehog")}, 0)
     optimizers = model._optimizers(models)
     assert len(optimizers["softmax"]) == 1 and optimizers["hedgehog"][0] is optimizers["softmax"][0]
     learned = models["hedgehog"].transformer.h[0].attn.rf.feature_map.query_weight
     shared = softmax.transformer.h[0].attn.c_attn.weight
     assert models["hedgehog"].transformer.h[0].attn.c_attn.weight is shared
     before = learned.clone(), shared.clone()
-    model._train(models["hedgehog"], optimizers["hedgehog"], model._inputs(softmax, 2, 32, 0))
+    model._train(models["hedgehog"], optimizers["hedgehog"], random_tokens(softmax, 2, 32, 0))
     for old, new in zip(before, (learned, shared), strict=True):
         assert 0 < (new - old).abs().max() < 1e-4
     assert learned.grad is None and shared.grad is None
@@ -133,11 +135,25 @@ def test_random_weights_and_steps_of_constant_size(monkeypatch, tmp_path):
         config = transformers.BertConfig(**small, max_position_embeddings=length, attention_probs_dropout_prob=0.0)
         return transformers.BertForSequenceClassification(config)
 
-    monkeypatch.setattr(model, "SHAPES", {"bert": tiny_bert})
+    monkeypatch.setitem(loading.SHAPES, "bert", tiny_bert)
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    run("bench", "model", "--batch", 0, "--tokens", 128, "--passes", "forward", *QUICK, "--output", tmp_path)
+    run(
+        "bench",
+        "model",
+        "--model",
+        "bert",
+        "--batch",
+        0,
+        "--tokens",
+        128,
+        "--passes",
+        "forward",
+        *QUICK,
+        "--output",
+        tmp_path,
+    )
     assert torch.equal(torch.rand(1), expected)
     found = json.loads((tmp_path / "model_bert.json").read_text())
     assert found["model"]["name"] == "bert-shaped, random weights" and found["batches"] == [4, 2]
@@ -147,7 +163,7 @@ def test_random_weights_and_steps_of_constant_size(monkeypatch, tmp_path):
 
 def test_shapes_are_those_of_bert_base_and_gpt2(monkeypatch):
     counts = {}
-    for name, make in model.SHAPES.items():
+    for name, make in loading.SHAPES.items():
         with torch.device("meta"):
             made = make(128)
         counts[name] = made.num_parameters() / 1e6
@@ -158,7 +174,7 @@ def test_shapes_are_those_of_bert_base_and_gpt2(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--lengths", "161"), "This gpt2 has 160 positions, too few for 161 tokens; give shorter --lengths."),
+        (("--lengths", "161"), "This gpt2 has 160 positions, too few for 161 tokens; choose shorter inputs."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--passes", "dreaming"), "--passes 'dreaming' is not possible; choose from forward, training."),
         (("--model", "/there/is/none"), "There is no folder '/there/is/none'."),
@@ -174,4 +190,4 @@ def test_models_without_tokens_are_refused(tmp_path):
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="ViTModel takes pixel_values; bench model gives it tokens"):
-        measure_model(Settings([32], [], model=str(tmp_path)))
+        model.measure(ModelSettings(lengths=[32], model=[str(tmp_path)]))

@@ -10,11 +10,9 @@ from matplotlib.figure import Figure
 from support.commands import QUICK_OPS, failure, run
 
 from hf_rfattn import build_mechanism, results
-from hf_rfattn.bench import contenders, devices, memory, ops, ops_report, peers
-from hf_rfattn.bench.crossover import find_crossover
-from hf_rfattn.bench.limits import Product, matrix_products, other_parts, run_products
+from hf_rfattn.bench import contenders, devices, ops, peers
+from hf_rfattn.bench.break_even import find_crossover
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, repetitions_apart
-from hf_rfattn.mechanisms import resolve_config
 from hf_rfattn.results import measured_crossover
 from hf_rfattn.results import plots as plotting
 
@@ -118,54 +116,6 @@ def test_ratios_are_of_repetitions_that_both_ran_in():
     assert median_ratio([3, 3, 3], [1, 1, 1]) == 3
 
 
-@pytest.mark.parametrize("name", ["favor+", "rff", "linear", "hedgehog"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_limit_has_the_products_of_the_mechanism(name, causal):
-    """All multiply-adds that are counted elsewhere, but for those of the normaliser."""
-    B, H, D, L = 2, 3, 8, 256
-    mechanism = build_mechanism(name, num_heads=H, head_dim=D)
-    features = mechanism.num_features
-    forward = matrix_products(mechanism, B, L, causal=causal, training=False)
-    counted = mechanism.multiply_adds(L, causal) - 2 * L * features
-    assert sum(product.multiply_adds for product in forward) == B * H * counted
-    both = matrix_products(mechanism, B, L, causal=causal, training=True)
-    assert both[: len(forward)] == forward
-    projections = 2 * B * H * L * mechanism.feature_map.multiply_adds()
-    expected = 2 * B * H * counted - (0 if name == "hedgehog" else projections)  # one that learns nothing has no own
-    assert sum(product.multiply_adds for product in both[len(forward) :]) == expected
-    run_products(both[:3])()
-
-
-def test_the_limit_of_favor_by_hand():
-    favor = build_mechanism("favor+", num_heads=3, head_dim=8, num_features=16)
-    products = matrix_products(favor, 2, 100, causal=False, training=False)
-    assert products == [Product(6, 100, 8, 16)] * 2 + [Product(6, 16, 100, 8), Product(6, 100, 16, 8)]
-    assert len(matrix_products(favor, 2, 100, causal=False, training=True)) == 4 + 6
-    assert Product(1, 2, 3, 5).gradients == (Product(1, 2, 5, 3), Product(1, 3, 2, 5))
-    for name in ("band", "fmm"):
-        assert matrix_products(build_mechanism(name, num_heads=3, head_dim=8), 2, 9, causal=True, training=True) is None
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_the_other_parts_leave_nothing_behind(training, monkeypatch):
-    favor = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
-    tensors = [torch.randn(1, 2, 5, 8) for _ in range(3)]
-    before = [x.clone() for x in tensors]
-    parts = other_parts(favor, tensors, causal=True, training=training)
-    assert list(parts) == list(ops.PARTS)
-    fetched, powers = [], []
-    empty_like, exp2 = torch.empty_like, torch.exp2
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty_like", lambda x: fetched.append(x.shape) or empty_like(x))
-        patch.setattr(torch, "exp2", lambda x, out: powers.append(x.numel()) or exp2(x, out=out))
-        parts["fresh memory"]()
-        parts["exponentials"]()
-    assert len(fetched) == (4 if training else 1)
-    assert sum(powers) == (2 if training else 1) * 2 * 5 * (4 * 16 + 5)  # heads, tokens; features, and pairs of a tile
-    parts["calls"]()
-    assert all(x.grad is None and torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
-
-
 def favor(causal=False):
     return contenders.mechanism("favor+", build_mechanism("favor+", num_heads=2, head_dim=8), causal)
 
@@ -204,34 +154,26 @@ def test_a_result_is_complete(result):
     ]
     cells = [tuple(c[k] for k in ("kind", "name", "features", "dtype", "length")) for c in result["cells"]]
     kinds = [("softmax", "softmax", None), ("mechanism", "band", 0)]
-    kinds += [(kind, "favor+", count) for kind in ("mechanism", "limit") for count in (8, 16)]
+    kinds += [("mechanism", "favor+", count) for count in (8, 16)]
     every = {(*kind, dtype, length) for kind in kinds for dtype in ("float32", "bfloat16") for length in (32, 48, 64)}
     assert set(cells) == every and len(cells) == 4 * len(every)  # two directions, two passes
     for cell in result["cells"]:
         spread = cell["milliseconds"]
         assert 0 < spread["lower"] <= spread["median"] <= spread["upper"] and spread["count"] == 2
         assert ("speed_over_softmax" in cell) == (cell["kind"] != "softmax")
-        favor = cell["kind"] == "mechanism" and cell["name"] == "favor+"
-        assert ("time_over_limit" in cell) == ("shares" in cell) == favor
-        if favor:
-            assert list(cell["shares"]) == ["products", "exponentials", "fresh memory", "calls"]
-            assert all(share > 0 for share in cell["shares"].values())
         assert "speed_over_peers" not in cell
     assert all(check["passed"] and check["deviation"] < check["tolerance"] for check in result["checks"])
     assert len(result["checks"]) == 4 * 8  # softmax and three mechanisms, two types, two directions, two passes
-    parts = 3 * sum("shares" in cell for cell in result["cells"])  # each run alone
-    assert (
-        result["neighbours"]["runs"] == 2 * (len(cells) + parts) and result["peers"] is False and result["bars"] == []
-    )
+    assert result["neighbours"]["runs"] == 2 * len(cells) and result["peers"] is False
     found = {(c["attention"], c["features"], c["causal"], c["training"], c["dtype"]) for c in result["crossovers"]}
-    assert len(found) == len(result["crossovers"]) == 3 * 8 and result["memory"] == []
+    assert len(found) == len(result["crossovers"]) == 3 * 8
 
 
 def test_crossovers_are_those_of_the_cells(result):
     for found in result["crossovers"]:
         wanted = {"name": found["attention"], "kind": "mechanism"}
         wanted |= {key: found[key] for key in ("features", "causal", "training", "dtype")}
-        cells = ops_report.cells_of(result, **wanted)
+        cells = ops.cells_of(result, **wanted)
         speeds = [cell["speed_over_softmax"] for cell in cells]
         assert found["lengths"] == [32, 48, 64] and found["head_dim"] == 8
         assert (found["length"], found["interpolated"]) == measured_crossover([32, 48, 64], speeds)
@@ -241,18 +183,21 @@ def test_crossovers_are_those_of_the_cells(result):
 
 def test_tables_and_plots_need_the_document_alone(result):
     document = json.loads((result["output"] / "ops.json").read_text())
-    assert [table.row_count for table in ops_report.tables(document)] == [6, 3] * 8 + [6]  # and crossovers by dtype
-    figure = ops_report.plot(document, "bfloat16")
+    blocks = ops.report(document, "ops")
+    tables = [block for block in blocks if isinstance(block, results.Table)]
+    assert [len(table.rows) for table in tables] == [3 * 4] * 2  # three mechanisms in four kinds of round, by dtype
+    assert [block.name for block in blocks if isinstance(block, results.Image)] == ["ops.png", "ops_bfloat16.png"]
+    figure = ops.plot(document, "bfloat16")
     panel = figure.axes[3]
     assert len(figure.axes) == 4 and panel.get_xscale() == panel.get_yscale() == "log"
     lines = {line.get_label(): line for line in panel.lines}
-    softmax = ops_report.cells_of(document, kind="softmax", dtype="bfloat16", causal=True, training=True)
+    softmax = ops.cells_of(document, kind="softmax", dtype="bfloat16", causal=True, training=True)
     assert list(lines["softmax"].get_ydata()) == [cell["milliseconds"]["median"] for cell in softmax]
-    assert "matrix products of favor+, M = 16" in lines
+    assert "favor+, M = 16" in lines
     for name in ("ops.png", "ops_bfloat16.png"):
         assert (result["output"] / name).read_bytes().startswith(b"\x89PNG")
         assert name in result["text"]
-    for text in ("favor+, causal, forward and backward, bfloat16", "time over", "faster than softmax from this length"):
+    for text in ("causal, forward and backward, bfloat16", "favor+, M = 16", "Softmax is the better choice"):
         assert text in result["text"]
 
 
@@ -270,7 +215,7 @@ def test_a_crossover_is_marked_where_the_lines_cross():
     document = {"cells": cells, "crossovers": [crossing | {"lengths": [128, 512, 2048]}], "lengths": [128, 512, 2048]}
     document |= {"causal": [False], "training": [False], "hardware": results.hardware()}
     document |= {"shape": {"batch": 1, "heads": 12, "head_dim": 64}}
-    panel = ops_report.plot(document, "float32").axes[0]
+    panel = ops.plot(document, "float32").axes[0]
     ring = next(line for line in panel.lines if line.get_fillstyle() == "none")
     assert ring.get_xdata()[0] == 323 and ring.get_ydata()[0] == pytest.approx(6.35, rel=0.01)
     assert [text.get_text() for text in panel.texts] == ["323"]
@@ -281,7 +226,7 @@ def test_a_crossover_is_marked_where_the_lines_cross():
 def test_title_and_legend_are_no_wider_than_the_figure(processor, panels):
     figure = Figure(figsize=(5.6 * panels, 5.4), layout="constrained")
     for i, axes in enumerate(figure.subplots(1, 8)):
-        axes.plot([1, 2], [1, 2], label=f"matrix products of favor+, M = {2**i}")
+        axes.plot([1, 2], [1, 2], label=f"a line of a benchmark, M = {2**i}")
     title = f"Time of one attention layer, 12 heads of 64, bfloat16, {processor}, 2 threads"
     plotting.title_and_legend(figure, title)
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -304,17 +249,7 @@ def test_what_fails_its_check_is_reported_and_not_timed(monkeypatch, tmp_path):
     found = json.loads((tmp_path / "ops.json").read_text())
     assert {cell["name"] for cell in found["cells"]} == {"softmax", "band"}
     assert [check["name"] for check in found["checks"] if not check["passed"]] == ["linear"]
-    assert "not timed: differs from its definition" in text and found["causal"] == [True]
-
-
-def test_memory_of_a_training_step():
-    """In a process of its own: at least q, k, v, their gradients, the output and its gradient."""
-    shape = {"batch": 1, "heads": 4, "head_dim": 16}
-    found = memory.training_memory(resolve_config("band"), **shape, length=16384, causal=True, threads=1)
-    assert found["step_bytes"] == found["peak_bytes"] - found["before_bytes"] > 8 * 4 * 16 * 16384 * 4
-    assert found["length"] == 16384 and found["seconds"] > 0
-    broken = memory.training_memory(resolve_config("rff", num_features=7), **shape, length=8, causal=True, threads=1)
-    assert "num_features=7 is odd" in broken["skipped"]
+    assert "Not timed: differs from its definition" in text and found["causal"] == [True]
 
 
 def test_peers_that_are_not_installed(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ import yaml
 from compare import main as compare
 from comparison import launch, plan
 from support.documents import make_checkpoint, task
-from support.recipes import make_bert, make_gpt2, run_apart
+from support.recipes import make_gpt2, run_apart
 
 from hf_rfattn.results import checkpoint_fingerprint
 
@@ -26,11 +26,6 @@ SMALL = {
     "attention": [{"label": "softmax"}, {"label": "favor+", "options": {"num_features": 8}}],
     "tasks": [{"label": "sst2", "recipe": "glue", "training": {"task": "sst2"}}],
 }
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -205,7 +200,7 @@ def stand_in(tmp_path, monkeypatch, bert):
             "softmax" if softmax else favor if own != "another" else {"mechanism": run.options.attention or "average"},
             0.75 if softmax else 0.5 if own != "another" else 0.25,
             seed=run.options.seed,
-            options=launch.as_document(run.options),
+            options=dataclasses.asdict(run.options),
             processes=run.processes,
             main_metric="accuracy",
             budget={"steps": 2, "max_length": 64},

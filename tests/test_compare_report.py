@@ -8,9 +8,9 @@ from pathlib import Path
 
 import make_readme
 import pytest
-from comparison.plots import best_of, crossover, pareto
-from comparison.report import report, row_options, write_report
+from comparison.figures import best_of, crossover, pareto
 from comparison.summary import read_summary, summarise
+from comparison.tables import report, row_options, write_report
 from readme import accuracy
 from support.documents import task
 
@@ -233,10 +233,10 @@ def test_the_part_of_the_readme(documents, tmp_path):
     found["accuracy/0.json"]["samples_per_second"] += 1
     assert len(make_readme.draw_plots(found, tmp_path)) == 2  # other data
     page, _ = make_readme.PAGES[Path("README.md")]
-    text = accuracy.whole(found, page)
+    text = as_markdown(accuracy.whole(found, page), page.address)
     assert "| fmm | 73.0 ± 2.8 | 89.0 % |  |" in text and "- snli: sentence-transformers/" in text
     assert "| favor+ | 256 | 2 | 128 | 1,280 | 2.00 × | 80.0 % |" in text
-    top = accuracy.pictures(found, page)
+    top = as_markdown(accuracy.pictures(found, page), page.address)
     shown = re.findall(r"\]\(recipes/results/(accuracy/\w+\.png)\)", top)
     assert shown == ["accuracy/crossover.png", "accuracy/pareto.png"] and all((tmp_path / p).exists() for p in shown)
     assert f"Left: {documents[-1]['model']}, Test CPU, 2 threads" in top and documents[0]["model"] in top

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import make_checkpoint, speed, task
 
-from hf_rfattn.hub.folder import CheckpointFolder, attention_label, mechanism_names_in
+from hf_rfattn import attention_label, mechanism_names_in
+from hf_rfattn.hub.folder import CheckpointFolder
 from hf_rfattn.results import new_result, number, parse_result, read_results, results_fingerprint
 
 CARDS = Path(__file__).parents[1] / "model_cards"

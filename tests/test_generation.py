@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.architectures import build
-from support.models import MODELS, tiny_bert, tiny_gpt2, tiny_llama
-from support.variants import DEFAULTS, OPTIONS, every_mechanism, over
+from support.models import MODELS, tiny_gpt2, tiny_llama
+from support.variants import OPTIONS, every_mechanism, over
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -31,7 +31,7 @@ from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.integration.discovery import find_attention
 
-NEW = 40
+NEW = 24
 
 
 SIZES = {
@@ -120,14 +120,14 @@ def test_every_option_generates(ways, variant):
     assert_same_generation(model, prompt(), WAYS[ways])
 
 
-@over(DEFAULTS)
+@pytest.mark.parametrize("name", ["favor+", "fmm"])
 @pytest.mark.parametrize("ways", ["greedy", "beams", "static"])
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "qwen2"])
-def test_other_decoders(family, ways, variant):
-    assert_same_generation(patch_model(sharpened(DECODERS[family]()), variant[0]), prompt(), WAYS[ways])
+def test_other_decoders(family, ways, name):
+    assert_same_generation(patch_model(sharpened(DECODERS[family]()), name), prompt(), WAYS[ways])
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("ways", WAYS)
 def test_mixed_models_keep_an_ordinary_cache_in_softmax_layers(family, ways):
     for layer in (0, 1):
@@ -138,15 +138,15 @@ def test_mixed_models_keep_an_ordinary_cache_in_softmax_layers(family, ways):
 
 
 @pytest.mark.parametrize("ways", ["greedy", "sampling", "beams"])
-@every_mechanism
-def test_encoder_decoder(ways, variant):
+@pytest.mark.parametrize("name", ["favor+", "fmm"])
+def test_encoder_decoder(ways, name):
     config = BartConfig(
         vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=160, dropout=0.0, forced_eos_token_id=None,
         decoder_start_token_id=2,
     )  # fmt: skip
-    model = patch_model(sharpened(BartForConditionalGeneration(config)), variant[0])
+    model = patch_model(sharpened(BartForConditionalGeneration(config)), name)
     result = assert_same_generation(model, prompt(), WAYS[ways])
     assert isinstance(result.past_key_values.self_attention_cache.layers[0], RecurrentLayer)
     assert not isinstance(result.past_key_values.cross_attention_cache.layers[0], RecurrentLayer)
@@ -161,13 +161,13 @@ def test_continuing_from_a_returned_cache(cache, variant):
     past = (
         DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(config=model.config, max_cache_len=100)
     )
-    first = generate(model, inputs, past_key_values=past, max_new_tokens=15)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 15, dtype=torch.long)], dim=1)
+    first = generate(model, inputs, past_key_values=past, max_new_tokens=9)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], dim=1)
     second = generate(
         model,
         {"input_ids": first.sequences, "attention_mask": mask},
         past_key_values=first.past_key_values,
-        max_new_tokens=NEW - 15,
+        max_new_tokens=NEW - 9,
     )
     assert torch.equal(second.sequences, whole)
 
@@ -318,12 +318,7 @@ def test_other_caches_are_refused():
 
 def test_an_architecture_that_calls_attention_twice_is_refused_with_a_cache():
     config = DiffLlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=48)
-    model = DiffLlamaForCausalLM(config).eval()
-    try:
-        patch_model(model, "favor+")
-    except ValueError as refusal:
-        assert "cannot be patched" in str(refusal)
-        return
+    model = patch_model(DiffLlamaForCausalLM(config).eval(), "favor+")
     with pytest.raises(NotImplementedError, match="more than once a layer"):
         generate(model, prompt(batch=1))
 
@@ -381,8 +376,3 @@ def test_training_with_a_cache_is_training_without(family, variant):
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-6)
-
-
-def test_an_encoder_has_no_cache_to_hand_on():
-    model = patch_model(tiny_bert(), "favor+")
-    assert torch.isfinite(model(input_ids=torch.randint(1, 50, (1, 20))).last_hidden_state).all()

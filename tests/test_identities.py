@@ -1,10 +1,8 @@
 """Identities: where a mechanism must be softmax itself, and memory that grows with L·W."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from support.memory import peaks
 from support.models import tiny_bert
 
 from hf_rfattn import build_mechanism, patch_model
@@ -53,27 +51,12 @@ def test_many_features_approach_softmax():
     assert errors[1] < 0.05 < errors[0]
 
 
-@pytest.mark.parametrize("name", ["band", "fmm"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_near_field_runs_32768_tokens_in_little_memory(name, causal):
-    """Measured in a process of its own: a dense score matrix of one head alone would be 4 GB."""
-    code = f"""
-import resource, torch, hf_rfattn
-torch.set_num_threads(1)
-mechanism = hf_rfattn.build_mechanism({name!r}, num_heads=2, head_dim=16, bandwidth=32)
-q = torch.randn(1, 2, 32768, 16)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with torch.no_grad():
-    out = mechanism(q, q, q, causal={causal})
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(bool(torch.isfinite(out).all()), (after - before) // 1024)
-"""
-    finite, megabytes = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert finite == "True"
+def test_near_field_runs_32768_tokens_in_little_memory():
+    """A dense score matrix of one head alone would be 4 GB."""
+    cases = [(name, causal, {"bandwidth": 32}) for name in ("band", "fmm") for causal in (False, True)]
     # scores of neighbouring tiles: 32768 · 3·32 · 2 heads · 4 bytes = 25 MB, and a few copies of that and of L·D
-    assert int(megabytes) < 400
+    for case, kibibytes in zip(cases, peaks(cases, heads=2, head_dim=16), strict=True):
+        assert 0 < kibibytes < 400 * 1024, case
 
 
 def test_a_long_forward_through_a_model():

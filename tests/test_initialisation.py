@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.models import MODELS, hidden, tiny_bert
+from support.models import MODELS, hidden, ids, tiny_bert
 from support.variants import every_mechanism, every_variant
 from torch import distributed as dist
 from torch import nn
@@ -13,10 +13,6 @@ from transformers import AutoModel, BertConfig, BertForSequenceClassification, B
 
 from hf_rfattn import build_mechanism, patch_model, redraw
 from hf_rfattn.mechanisms import Mechanism
-
-
-def ids():
-    return torch.randint(1, 50, (2, 30))
 
 
 def mechanism_tensors(model):

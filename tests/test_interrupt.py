@@ -14,16 +14,11 @@ import typer
 import write_text
 from safetensors import SafetensorError
 from support.commands import run
-from support.recipes import ROOT, environment, make_bert
-from training import interrupt
+from support.recipes import ROOT, environment
+from training import messages
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +53,7 @@ def test_patch_on_a_full_disk(bert, tmp_path, monkeypatch, error, existing):
     [
         (["patch", "{bert}", "favor+", "-o", "{out}"], "transformers.PreTrainedModel.save_pretrained"),
         (["inspect", "{bert}"], "hf_rfattn.integration.discovery.find_attention"),
-        (["bench", "ops", "--lengths", "32", "--output", "{out}"], "hf_rfattn.bench.ops.measure_ops"),
+        (["bench", "ops", "--lengths", "32", "--output", "{out}"], "hf_rfattn.bench.ops.measure"),
         (["study", "mse", "--output", "{out}"], "hf_rfattn.study.base.run_study"),
         (["card", "{bert}"], "hf_rfattn.hub.folder.CheckpointFolder"),
     ],
@@ -81,7 +76,7 @@ def test_scripts_that_typer_runs(script, tmp_path, monkeypatch):
 
     made = typer.Typer()
     made.command()(script.main)
-    monkeypatch.setattr(demo, "model_folder", interrupted)
+    monkeypatch.setattr(demo.compare, "main", interrupted)
     monkeypatch.setattr(write_text.AutoTokenizer, "from_pretrained", interrupted)
     words = ["--output", str(tmp_path / "out"), "--model", "x"]
     result = CliRunner().invoke(made, words)
@@ -89,9 +84,9 @@ def test_scripts_that_typer_runs(script, tmp_path, monkeypatch):
 
 
 def test_other_errors_are_shown_as_ever(capsys):
-    interrupt._hook(KeyboardInterrupt, KeyboardInterrupt("Try again."), None)
+    messages._hook(KeyboardInterrupt, KeyboardInterrupt("Try again."), None)
     assert capsys.readouterr().err.endswith(": Interrupted. Try again.\n")
-    interrupt._hook(ValueError, ValueError("x"), None)
+    messages._hook(ValueError, ValueError("x"), None)
     assert capsys.readouterr().err == "ValueError: x\n"
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from support.models import tiny_gpt2, tiny_llama
+from support.models import ids, tiny_gpt2, tiny_llama
 from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
 
 from hf_rfattn import calibrate, patch_model, redraw, unpatch_model
@@ -19,15 +19,11 @@ CHANGES = {
     "switched to sdpa": lambda model: model.set_attn_implementation("sdpa"),
     "switched to eager": lambda model: model.set_attn_implementation("eager"),
     "redrawn": redraw,
-    "calibrated": lambda model: calibrate(model, {"input_ids": ids()}),
+    "calibrated": lambda model: calibrate(model, {"input_ids": ids(2, 9)}),
     "patched again": lambda model: patch_model(model, "favor+", variance="optimal"),
     "patched with another mechanism": lambda model: patch_model(model, "linear"),
     "patched in another layer": lambda model: patch_model(model, "favor+", layers=[1]),
 }
-
-
-def ids(batch=2, length=9):
-    return torch.randint(1, 50, (batch, length))
 
 
 def empty_cache(model, kind):
@@ -45,7 +41,7 @@ def forward(model, tokens, cache):
 def test_a_cache_is_of_no_use_to_a_changed_model(family, kind, change):
     model = patch_model(FAMILIES[family](), "favor+", variance="optimal")
     cache = empty_cache(model, kind)
-    forward(model, ids(), cache)
+    forward(model, ids(2, 9), cache)
     CHANGES[change](model)
     for used in (copy.deepcopy(cache), cache):
         with pytest.raises(ValueError, match="Start again without past_key_values"):
@@ -58,7 +54,7 @@ def test_a_cache_is_of_no_use_to_a_changed_model(family, kind, change):
 def test_a_cache_of_softmax_is_of_no_use_to_a_mechanism(family, kind):
     model = FAMILIES[family]()
     cache = empty_cache(model, kind)
-    forward(model, ids(), cache)
+    forward(model, ids(2, 9), cache)
     patch_model(model, "favor+")
     with pytest.raises(ValueError, match="Start again without past_key_values"):
         forward(model, ids(length=1), cache)
@@ -68,12 +64,12 @@ def test_a_cache_of_softmax_is_of_no_use_to_a_mechanism(family, kind):
 def test_a_cache_goes_on_after_softmax_in_between(kind):
     """Softmax on a cache of its own leaves the mechanisms as they are."""
     model = patch_model(tiny_llama(), "favor+")
-    tokens, following = ids(), ids(length=1)
+    tokens, following = ids(2, 9), ids(length=1)
     cache, twin = empty_cache(model, kind), empty_cache(model, kind)
     forward(model, tokens, cache), forward(model, tokens, twin)
     expected = forward(model, following, twin)
     model.set_attn_implementation("sdpa")
-    forward(model, ids(), empty_cache(model, kind))
+    forward(model, ids(2, 9), empty_cache(model, kind))
     model.set_attn_implementation("hf_rfattn")
     assert torch.equal(forward(model, following, cache), expected)
 
@@ -81,7 +77,7 @@ def test_a_cache_goes_on_after_softmax_in_between(kind):
 @every_cache
 def test_copied_pickled_and_reset_caches(kind):
     model = patch_model(tiny_llama(), "favor+")
-    tokens, following = ids(), ids(length=1)
+    tokens, following = ids(2, 9), ids(length=1)
     cache = empty_cache(model, kind)
     forward(model, tokens, cache)
     copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
@@ -99,7 +95,7 @@ def test_copied_pickled_and_reset_caches(kind):
 @pytest.mark.parametrize("change", [None, "reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
 def test_a_cache_made_in_inference_mode_goes_on_outside(family, kind, change):
     model = patch_model(FAMILIES[family](), "favor+")
-    tokens = ids(batch=3)
+    tokens = ids(3, 9)
     cache, expected = empty_cache(model, kind), empty_cache(model, kind)
     argument = {"batch_select_indices": torch.tensor([2, 0]), "batch_repeat_interleave": 2}
     with torch.inference_mode():
@@ -117,7 +113,7 @@ def test_a_cache_made_in_inference_mode_goes_on_outside(family, kind, change):
 @every_cache
 def test_generate_from_a_cache_made_in_inference_mode(kind):
     model = patch_model(tiny_llama(), "fmm", bandwidth=3)
-    tokens = ids(batch=1)
+    tokens = ids(1, 9)
     settings = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
     whole = model.generate(tokens, use_cache=False, **settings)
     cache = empty_cache(model, kind)
@@ -131,7 +127,7 @@ def test_generate_from_a_cache_made_in_inference_mode(kind):
 def test_compiled_models_make_the_cache_too(kind, mode):
     """fullgraph, from the first token of the prompt on."""
     model = patch_model(tiny_llama(num_hidden_layers=1), "linear")
-    tokens, following = ids(), ids(length=1)
+    tokens, following = ids(2, 9), ids(length=1)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache, expected = empty_cache(model, kind), empty_cache(model, kind)
@@ -172,6 +168,6 @@ def test_whisper_returns_a_cache_that_cannot_be_continued(beams):
 def test_a_cache_of_another_batch_size_is_refused(family, kind, batch):
     model = patch_model(FAMILIES[family](), "favor+")
     cache = empty_cache(model, kind)
-    forward(model, ids(batch=3), cache)
+    forward(model, ids(3, 9), cache)
     with pytest.raises(ValueError, match=rf"holds 3 sequences, but the input has {batch}"):
         forward(model, ids(batch, 1), cache)

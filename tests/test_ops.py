@@ -1,12 +1,11 @@
 """Operators: however a sequence is cut into blocks and tiles, outputs and gradients are those of the definition."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 from support.attention import D, assert_same_with_gradients, build, definition, draw_qkv, tolerance_of
+from support.memory import peaks
 from support.variants import every_mechanism, every_variant, over
 from torch import nn
 
@@ -385,47 +384,26 @@ def test_softmax_attention_has_the_masks_of_mechanisms():
     torch.testing.assert_close(softmax_attention(q, k, v, **masks), definition(band, q, k, v, **masks))
 
 
-PEAK = """
-import resource, sys, torch
-from hf_rfattn import build_mechanism
-name, causal, features, length = sys.argv[1], sys.argv[2] == "causal", int(sys.argv[3]), int(sys.argv[4])
-torch.set_num_threads(1)
-options = {"num_features": features} if features else {}
-mechanism = build_mechanism(name, num_heads=4, head_dim=32, **options)
-def step(length):
-    q, k, v = (torch.randn(1, 4, length, 32, requires_grad=True) for _ in range(3))
-    mechanism(q, k, v, causal=causal).square().mean().backward()
-step(256)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-step(length)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-BASE = 8 * 32768 * 4 * 32 * 4 // 1024  # KiB of q, k, v, their gradients, the output and its gradient
-
-
-def peak(name, causal, features):
-    """KiB by which a training step of one layer on 32,768 tokens raises the peak memory of a process."""
-    arguments = [name, "causal" if causal else "bidirectional", str(features), "32768"]
-    run = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True)
-    return int(run.stdout)
+LONG = 16384
+BASE = 8 * LONG * 4 * 32 * 4 // 1024  # KiB of q, k, v, their gradients, the output and its gradient
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["favor+", "rff"])
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_training_memory_does_not_hold_features(name, causal):
+def test_training_memory_does_not_hold_features():
     """Nine times the features: one tensor of the 512 more is twice BASE, and keeping them would keep at least four.
 
-    What is seen is up to 2.3 BASE more: states of many blocks, their gradients, memory that is not given back.
+    What is seen is up to 1.7 BASE more: states of many blocks, their gradients, memory that is not given back.
     """
-    few, many = (peak(name, causal, features) for features in (64, 576))
-    assert few < 2 * BASE
-    assert many - few < 4 * BASE
+    kinds = [(name, causal) for name in ("favor+", "rff") for causal in (False, True)]
+    cases = [(*kind, {"num_features": features}) for kind in kinds for features in (64, 576)]
+    found = peaks(cases, heads=4, head_dim=32, length=LONG, training=True)
+    for kind, few, many in zip(kinds, found[::2], found[1::2], strict=True):
+        assert few < 3 * BASE, kind
+        assert many - few < 4 * BASE, kind
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["band", "fmm", "hedgehog"])
-def test_training_memory_does_not_hold_scores(name):
-    assert peak(name, True, 0) < 2 * BASE
+def test_training_memory_does_not_hold_scores():
+    names = ("band", "fmm", "hedgehog")
+    found = peaks([(name, True, {}) for name in names], heads=4, head_dim=32, length=LONG, training=True)
+    assert max(found) < 3 * BASE, dict(zip(names, found, strict=True))

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from support.models import hidden, mechanisms, tiny_bert, tiny_llama
+from support.models import hidden, ids, mechanisms, tiny_bert, tiny_llama
 from support.variants import every_mechanism
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -18,10 +18,6 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-
-
-def ids():
-    return torch.randint(1, 50, (2, 9))
 
 
 @pytest.fixture
@@ -40,7 +36,7 @@ def load(path, bits):
 
 @every_mechanism
 def test_dynamic_quantisation_before_and_after_patching(variant):
-    model, tokens = tiny_bert(), ids()
+    model, tokens = tiny_bert(), ids(2, 9)
     linear = {torch.nn.Linear}
     patched_first = torch.ao.quantization.quantize_dynamic(patch_model(copy.deepcopy(model), variant[0]), linear)
     quantised_first = torch.ao.quantization.quantize_dynamic(model, linear)
@@ -62,7 +58,7 @@ def test_mechanisms_have_the_dtype_of_what_is_not_quantised():
 @every_mechanism
 @bits
 def test_bitsandbytes_before_and_after_patching(bits, variant, folder):
-    model, tokens = load(folder, bits), ids()
+    model, tokens = load(folder, bits), ids(2, 9)
     softmax = hidden(model, input_ids=tokens)
     patch_model(model, variant[0])
     assert len(mechanisms(model)) == 2
@@ -90,7 +86,7 @@ def test_lora_on_quantised_weights(bits, name, folder):
     assert any("lora" in n for n in trained) and any(".rf." in n for n in trained)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
-    tokens, losses = ids(), []
+    tokens, losses = ids(2, 9), []
     for _ in range(5):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()

@@ -1,7 +1,6 @@
 """Every supported architecture: what is patched works, keeps its masks and is undone; the rest is refused."""
 
 import contextlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from support.architectures import (
     unpadded,
 )
 from support.models import mechanisms
-from support.reach_table import END, START, reach_table, with_table
+from support.reach_table import END, START, with_table
 from transformers import AutoModel
 
 from hf_rfattn import patch_model, unpatch_model
@@ -104,10 +103,9 @@ def test_masks_and_scale_are_those_of_softmax(name, padded):
 
 
 @architectures(lambda tiny: tiny.padding and (tiny.inputs.startswith("text") or tiny.inputs == "speech"))
-@every_mechanism
-def test_padding_changes_nothing(name, mechanism):
+def test_padding_changes_nothing(name):
     """A padded row gives, at its valid positions, what it gives alone."""
-    model, inputs = patched(name, mechanism), make_inputs(name)
+    model, inputs = patched(name, "fmm"), make_inputs(name)
     with torch.no_grad():
         together, alone = outputs(model, inputs), outputs(model, unpadded(inputs))
     compared = [key for key in alone if not key.startswith("logits")]  # those are between rows
@@ -117,10 +115,9 @@ def test_padding_changes_nothing(name, mechanism):
 
 
 @architectures(lambda tiny: tiny.inputs not in ("image", "speech"))
-@every_mechanism
-def test_who_sees_the_last_token(name, mechanism):
+def test_who_sees_the_last_token(name):
     """Changing the last token changes nothing before it in a decoder, and does in an encoder."""
-    model, inputs = patched(name, mechanism), make_inputs(name)
+    model, inputs = patched(name, "fmm"), make_inputs(name)
     inputs.pop("attention_mask", None)  # so that only the pattern, not padding, hides tokens
     for tokens, states, causal in token_streams(name):
         changed = {**inputs, tokens: inputs[tokens].clone()}
@@ -136,10 +133,9 @@ def test_who_sees_the_last_token(name, mechanism):
 
 
 @architectures(lambda tiny: tiny.generates)
-@every_mechanism
-def test_going_on_from_a_cache(name, mechanism):
+def test_going_on_from_a_cache(name):
     """Tokens given one by one, each with the cache of those before it, give what they give together."""
-    model, inputs = patched(name, mechanism), make_inputs(name)
+    model, inputs = patched(name, "fmm"), make_inputs(name)
     tokens = token_streams(name)[0][0]
     if tokens == "input_ids":
         inputs.pop("attention_mask")
@@ -181,13 +177,3 @@ def test_table_is_put_between_the_markers():
     assert with_table(f"a\n{START}\nold\n{END}\nb\n", "new") == f"a\n{START}\nnew\n{END}\nb\n"
     with pytest.raises(ValueError, match="no place"):
         with_table("a README without markers", "new")
-
-
-def test_readme_has_the_generated_table():
-    path = Path(__file__).parents[1] / "README.md"
-    readme = path.read_text(encoding="utf-8") if path.exists() else ""
-    if START not in readme:
-        pytest.skip("README.md has no table of architectures")
-    assert with_table(readme, reach_table()) == readme, (
-        "run: PYTHONPATH=tests python -m support.reach_table --readme README.md"
-    )

@@ -10,9 +10,10 @@ import pytest
 import torch
 from datasets import Dataset
 from training import sample
-from training.batches import PadBatch, ShareOfBatches, TrainingOrder
 from training.data import Source, check_labels, check_scores, find_source, fingerprint, load_split, take
 from training.language import split_blocks, split_windows
+from training.models import PadBatch
+from training.order import ShareOfBatches, TrainingOrder
 
 ROWS = [{"sentence": f"word {i}", "label": i % 2, "idx": i} for i in range(10)]
 

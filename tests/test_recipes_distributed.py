@@ -10,7 +10,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from support.recipes import ROOT, environment, make_bert, make_gpt2
-from support.zygote import Zygote, free_port
+from support.zygote import free_port
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 LANGUAGE = ROOT / "recipes" / "finetune_lm.py"
@@ -21,18 +21,6 @@ OPTIONS = [
     "--batch-size", 16, "--learning-rate", 1e-3, "--evaluate-every", 4, "--warmup", 0,
 ]  # fmt: skip
 FAVOR = ["--attention", "favor+", "--redraw-every", 3]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    zygote = Zygote(tmp_path_factory.mktemp("logs"), environment())
-    yield zygote
-    zygote.close()
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import training.loop
 from datasets import Dataset
 from filelock import FileLock
 from support.hub import LoopbackHub
-from support.recipes import environment, make_bert, run_apart, run_here
+from support.recipes import environment, run_apart, run_here
 from training import sample
 from training.options import RunOptions
 from training.output import LOCK
@@ -23,11 +23,6 @@ from training.output import LOCK
 SNLI = (finetune_snli.SnliTask, RunOptions)
 SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 4, "batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 def refused(capsys, recipe, output, **fields):
@@ -69,9 +64,9 @@ def refused(capsys, recipe, output, **fields):
     ],
 )  # fmt: skip
 def test_told_before_training(bert, tmp_path, capsys, monkeypatch, fields, message):
-    monkeypatch.setattr("training.run.get_token", lambda: None)
+    monkeypatch.setattr("training.session.get_token", lambda: None)
     monkeypatch.setattr(
-        "training.run.importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda _: None))
+        "training.session.importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda _: None))
     )
     assert message in refused(capsys, SNLI, tmp_path / "out", **{"model": bert, **QUICK, **fields})
 
@@ -179,7 +174,7 @@ def test_the_disk_is_full(bert, tmp_path, capsys, monkeypatch):
     assert "this run may write" in said and "or leave out --save-every" in said
 
 
-def test_the_disk_fills_up_later(bert, tmp_path, monkeypatch):
+def test_the_disk_fills_up_later(bert, tmp_path, capsys, monkeypatch):
     """The state before stays whole, and the run goes on from it."""
     save, calls = torch.save, []
 
@@ -193,7 +188,8 @@ def test_the_disk_fills_up_later(bert, tmp_path, monkeypatch):
     fields = {"model": bert, "save_every": 1, **QUICK}
     with pytest.raises(SystemExit) as stop:
         run_here(*SNLI, output=str(tmp_path), **fields)
-    assert "the disk of" in stop.value.code and "--resume" in stop.value.code
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and "The disk of" in said and "--resume" in said
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-00000001"]
     monkeypatch.setattr(torch, "save", save)
     assert run_here(*SNLI, output=str(tmp_path), resume=True, **fields)["steps_done"] == 4

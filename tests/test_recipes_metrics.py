@@ -3,31 +3,24 @@
 import doctest
 import math
 
-import evaluate
 import finetune_glue
 import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
 import torch
-from metrics.glue.glue import METRICS, Glue
-from metrics.perplexity.perplexity import Perplexity
-from metrics.squad import squad
-from metrics.squad.squad import Squad, f1, normal_words
-from support.recipes import ROOT
+from training import metrics
+from training.metrics import GLUE, glue, normal_words, perplexity, squad, squad_v2, word_f1
 
 # questions and values as published on the pages of evaluate's own metrics "squad", "squad_v2" and "glue"
 QUESTIONS = ["56e10a3be3433e1400422b22", "56d2051ce7d4791d0090260b", "5733b5344776f419006610e1"]
-TRUTHS = [("1976", 97), ("Beyoncé and Bruno Mars", 233), ("climate change", 891)]
-REFERENCES = [
-    {"id": question, "answers": {"text": [text], "answer_start": [start]}}
-    for question, (text, start) in zip(QUESTIONS, TRUTHS, strict=True)
-]
+TRUTHS = ["1976", "Beyoncé and Bruno Mars", "climate change"]
 
 
-def answers(*texts, doubt=None):
-    doubts = {} if doubt is None else {"no_answer_probability": doubt}
-    return [{"id": q, "prediction_text": t, **doubts} for q, t in zip(QUESTIONS, texts, strict=False)]
+def asked(*texts):
+    """Answers and truths of the first questions."""
+    questions = QUESTIONS[: len(texts)]
+    return dict(zip(questions, texts, strict=True)), {q: [t] for q, t in zip(questions, TRUTHS, strict=False)}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def answers(*texts, doubt=None):
     ],
 )
 def test_glue_as_published(task, predictions, references, expected):
-    found = Glue(task, keep_in_memory=True).compute(predictions=predictions, references=references)
+    found = glue(task, predictions, references)
     assert found == pytest.approx(expected)
 
 
@@ -50,7 +43,7 @@ def test_glue_against_scikit_learn_and_scipy(seed):
     truth, guess = rng.integers(0, 2, 57), rng.integers(0, 2, 57)
     found = {}
     for task in ("cola", "mrpc", "mnli"):
-        found |= Glue(task, keep_in_memory=True).compute(predictions=guess, references=truth)
+        found |= glue(task, guess, truth)
     assert found == pytest.approx(
         {
             "accuracy": sklearn.metrics.accuracy_score(truth, guess),
@@ -59,33 +52,29 @@ def test_glue_against_scikit_learn_and_scipy(seed):
         }
     )
     scores, gold = rng.normal(size=40).round(1), rng.integers(0, 6, 40).astype(float)  # with ties
-    found = Glue("stsb", keep_in_memory=True).compute(predictions=scores, references=gold)
+    found = glue("stsb", scores, gold)
     expected = (scipy.stats.pearsonr(scores, gold).statistic, scipy.stats.spearmanr(scores, gold).statistic)
     assert (found["pearson"], found["spearmanr"]) == pytest.approx(expected)
 
 
 def test_glue_where_nothing_varies():
     for task, value in (("cola", 0.0), ("mrpc", 0.0), ("stsb", 0.0)):
-        found = Glue(task, keep_in_memory=True).compute(predictions=[0, 0, 0], references=[0, 0, 0])
+        found = glue(task, [0, 0, 0], [0, 0, 0])
         assert list(found.values())[-1] == value
-    with pytest.raises(ValueError, match="no task 'sst3'"):
-        Glue("sst3")
-    assert len(METRICS) == 10
+    assert len(GLUE) == 10
 
 
 def test_squad_as_published():
-    metric = Squad("v1", keep_in_memory=True)
-    assert metric.compute(predictions=answers("1976"), references=REFERENCES[:1]) == {"exact_match": 100.0, "f1": 100.0}
-    assert metric.compute(predictions=answers("1999"), references=REFERENCES[:1]) == {"exact_match": 0.0, "f1": 0.0}
-    found = metric.compute(predictions=answers("1976", "Beyonce", "climate change"), references=REFERENCES)
+    assert squad(*asked("1976")) == {"exact_match": 100.0, "f1": 100.0}
+    assert squad(*asked("1999")) == {"exact_match": 0.0, "f1": 0.0}
+    found = squad(*asked("1976", "Beyonce", "climate change"))
     assert found == pytest.approx({"exact_match": 66.66666666666667, "f1": 66.66666666666667})
 
 
 def test_squad_2_as_published():
-    metric = Squad("v2", keep_in_memory=True)
     for guesses, score in ((["1976"], 100.0), (["1999"], 0.0), (["1976", "Beyonce", "climate change"], 200 / 3)):
         n = len(guesses)
-        found = metric.compute(predictions=answers(*guesses, doubt=0.0), references=REFERENCES[:n])
+        found = squad_v2(*asked(*guesses), dict.fromkeys(QUESTIONS, 0.0))
         assert found == pytest.approx(
             {
                 "exact": score, "f1": score, "total": n, "HasAns_exact": score, "HasAns_f1": score, "HasAns_total": n,
@@ -95,12 +84,10 @@ def test_squad_2_as_published():
 
 
 def test_words_that_count():
-    assert doctest.testmod(squad).attempted and not doctest.testmod(squad).failed
+    assert doctest.testmod(metrics).attempted and not doctest.testmod(metrics).failed
     assert normal_words("An  answer: THE U.S.A.") == ["answer", "usa"]
-    assert f1("in the year 1976", "1976") == pytest.approx(0.5)
-    metric = Squad("v1", keep_in_memory=True)
-    several = [{"id": "q", "answers": {"text": ["a red car", "blue"], "answer_start": [0, 4]}}]
-    assert metric.compute(predictions=[{"id": "q", "prediction_text": "Blue."}], references=several)["f1"] == 100
+    assert word_f1("in the year 1976", "1976") == pytest.approx(0.5)
+    assert squad({"q": "Blue."}, {"q": ["a red car", "blue"]})["f1"] == 100
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -111,17 +98,10 @@ def test_best_threshold_of_squad_2(seed):
     possible = rng.random(n) < 0.6
     right = rng.random(n) < 0.5
     doubts = rng.normal(size=n).round(1).tolist()
-    predictions = [
-        {"id": str(i), "prediction_text": "yes" if right[i] else "no", "no_answer_probability": doubts[i]}
-        for i in range(n)
-    ]
-    references = [
-        {"id": str(i), "answers": {"text": ["yes"] if possible[i] else [], "answer_start": [0] if possible[i] else []}}
-        for i in range(n)
-    ]
-    found = Squad("v2", keep_in_memory=True).compute(
-        predictions=predictions, references=references, no_answer_threshold=math.inf
-    )
+    answers = {str(i): "yes" if right[i] else "no" for i in range(n)}
+    truths = {str(i): ["yes"] if possible[i] else [] for i in range(n)}
+    by_question = {str(i): doubt for i, doubt in enumerate(doubts)}
+    found = squad_v2(answers, truths, by_question, math.inf)
 
     def score(threshold):
         silent = np.array(doubts) > threshold
@@ -130,9 +110,7 @@ def test_best_threshold_of_squad_2(seed):
     assert found["exact"] == pytest.approx(100 * np.where(possible, right, False).mean())
     assert found["NoAns_total"] == (~possible).sum() and found["HasAns_total"] == possible.sum()
     for threshold in (-0.5, 0.0, 0.7):
-        silenced = Squad("v2", keep_in_memory=True).compute(
-            predictions=predictions, references=references, no_answer_threshold=threshold
-        )
+        silenced = squad_v2(answers, truths, by_question, threshold)
         assert silenced["exact"] == silenced["f1"] == pytest.approx(score(threshold))
         assert silenced["best_exact"] == found["best_exact"]
     best = max(score(t) for t in [-math.inf, *doubts])
@@ -141,30 +119,19 @@ def test_best_threshold_of_squad_2(seed):
 
 
 def test_a_question_without_prediction_is_told():
+    answers, truths = asked("1976", "x")
     with pytest.raises(ValueError, match="no prediction for the question '56d2"):
-        Squad("v1", keep_in_memory=True).compute(predictions=answers("1976", "x")[:1] * 2, references=REFERENCES[:2])
+        squad({QUESTIONS[0]: answers[QUESTIONS[0]]}, truths)
     with pytest.raises(ValueError, match="only version 2"):
-        Squad("v1", keep_in_memory=True).compute(
-            predictions=answers("1976"), references=[{"id": QUESTIONS[0], "answers": {"text": [], "answer_start": []}}]
-        )
+        squad({QUESTIONS[0]: "1976"}, {QUESTIONS[0]: []})
 
 
 def test_perplexity():
     """A fair die has perplexity 6 whatever the lengths; bits a byte come from the whole."""
-    metric = Perplexity(keep_in_memory=True)
-    found = metric.compute(predictions=[3 * math.log(6), 5 * math.log(6)], references=[3, 5], num_bytes=4)
+    found = perplexity([3 * math.log(6), 5 * math.log(6)], [3, 5], num_bytes=4)
     assert found == pytest.approx({"perplexity": 6.0, "loss": math.log(6), "bits_per_byte": 2 * math.log2(6)})
     with pytest.raises(ValueError, match="no token"):
-        metric.compute(predictions=[0.0], references=[0])
-
-
-def test_evaluate_loads_them_from_their_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", str(tmp_path))
-    for folder, config in (("glue", "rte"), ("squad", "v2"), ("perplexity", None)):
-        module = evaluate.load(str(ROOT / "recipes" / "metrics" / folder), config)
-        assert isinstance(module, evaluate.Metric) and module.info.citation
-    module = evaluate.load(str(ROOT / "recipes" / "metrics" / "glue"), "rte")
-    assert module.compute(predictions=[1, 0], references=[1, 1]) == {"accuracy": 0.5}
+        perplexity([0.0], [0])
 
 
 @pytest.mark.parametrize(
@@ -180,4 +147,4 @@ def test_chance_is_the_best_constant_answer(task, labels, chance):
     made = finetune_glue.GlueTask(finetune_glue.GlueOptions(task=task))
     references = torch.tensor(labels)
     found = made.score("validation", {"predictions": references.flip(0), "references": references})
-    assert {name: metric.to_dict()["chance"] for name, metric in found.items()} == chance
+    assert {name: metric.chance for name, metric in found.items()} == chance

@@ -60,7 +60,7 @@ def test_a_file_says_the_same(tmp_path):
         (["--scheduler", "triangle"], "invalid choice"),
         (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
         (["--learning-rate", "-1"], "--learning-rate must be above 0"),
-        (["--weight-decay", "-1"], "--weight-decay must not be negative"),
+        (["--weight-decay", "-1"], "--weight-decay must be at least 0"),
         (["--resume", "--overwrite"], "give one of them"),
         (["--lr", "1"], r"Unknown option '--lr' \(did you mean '--learning-rate'\?\)"),
         (["--bs=3"], "did you mean '--batch-size'"),

@@ -7,16 +7,11 @@ import convert as convert_recipe
 import finetune_lm
 import finetune_snli
 import pytest
-from support.recipes import forget_processes, make_bert, run_here
+from support.recipes import forget_processes, run_here
 from training.options import RunOptions
 
 SNLI = (finetune_snli.SnliTask, RunOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 def listing(folder):

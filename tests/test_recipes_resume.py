@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.recipes import ROOT, command, environment, make_bert
-from support.zygote import Zygote
-from training import state
+from training import saving
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 # dropout throws dice, favor+ redraws, best models come and go: all of it must be where it was
@@ -21,13 +20,6 @@ OPTIONS = [
     "--max-eval-samples", 65, "--max-steps", 12, "--batch-size", 16, "--evaluate-every", 4, "--keep", "best",
     "--learning-rate", 1e-3, "--save-every", 2,
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    zygote = Zygote(tmp_path_factory.mktemp("logs"), environment())
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="module")
@@ -113,23 +105,23 @@ def test_torchrun_killed(zygote, model, tmp_path):
 
 def test_dice_of_a_state_go_on(tmp_path):
     """Numbers and tensors alone, so that nothing can be unpickled from a state."""
-    torch.save(state._dice(), tmp_path / "dice.pt")
+    torch.save(saving._random_states(), tmp_path / "dice.pt")
     first = random.random(), np.random.rand(), float(torch.rand(()))
     assert (random.random(), np.random.rand(), float(torch.rand(()))) != first
-    state._set_dice(torch.load(tmp_path / "dice.pt", weights_only=True))
+    saving._set_random_states(torch.load(tmp_path / "dice.pt", weights_only=True))
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == first
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     """What an interrupted attempt left behind does not get in, and what was there before stays until all is written."""
     target = tmp_path / "model"
-    with pytest.raises(KeyboardInterrupt), state.whole_folder(target) as partial:
+    with pytest.raises(KeyboardInterrupt), saving.whole_folder(target) as partial:
         partial.mkdir()
         (partial / "half").write_text("1")
         raise KeyboardInterrupt
     assert not target.exists()
     for name in ("first", "second"):
-        with state.whole_folder(target) as partial:
+        with saving.whole_folder(target) as partial:
             partial.mkdir()
             (partial / name).write_text("2")
             assert not target.exists() or [path.name for path in target.iterdir()] == ["first"]

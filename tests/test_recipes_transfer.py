@@ -9,14 +9,13 @@ import finetune_lm
 import finetune_snli
 import pytest
 import torch
-import training.distill
 import training.run
 import transformers
 from safetensors.torch import load_file
 from support.recipes import forget_processes, make_bert, make_gpt2, run_here
-from training.distill import Teacher, make_teacher
-from training.lora import add_adapters, without_adapters
 from training.options import RunOptions
+from training.session import make_accelerator
+from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
 import hf_rfattn
 from hf_rfattn.results import parse_result
@@ -24,11 +23,6 @@ from hf_rfattn.results import parse_result
 SNLI = (finetune_snli.SnliTask, RunOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 4, "batch_size": 8}
 QUICK |= {"learning_rate": 1e-3, "eval_batch_size": 16}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    return make_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +78,7 @@ def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
     card = (folder / "README.md").read_text()
     assert "Attention transfer" in card and f"{errors['after']['overall'][0]:.3g}"[:4] in card
     assert not (tmp_path / "converted" / "transfer").exists()
-    assert parse_result(result).after == tuple(errors["after"]["overall"])
+    assert parse_result(result).errors.after == tuple(errors["after"]["overall"])
     for part, message in (({"layers": []}, "layers must be a list"), ({"overall": [0.1]}, "a list of 2 numbers")):
         with pytest.raises(ValueError, match=message):
             parse_result({**result, "errors": {**errors, "after": {**errors["after"], **part}}})
@@ -167,7 +161,7 @@ def test_distance_to_the_teacher(tuned):
     """By hand; and a student that is the teacher loses nothing but the task's own loss."""
     load = transformers.AutoModelForSequenceClassification.from_pretrained
     options = RunOptions(model=tuned, distill="self", distill_weight=0.25, distill_temperature=3.0, distill_hidden=2.0)
-    teacher = make_teacher(training.run.make_accelerator(options), load(tuned), options)
+    teacher = make_teacher(make_accelerator(options).device, load(tuned), options)
     forget_processes()
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     batch = {"input_ids": torch.randint(4, 20, (2, 4)), "attention_mask": mask, "labels": torch.tensor([0, 2])}

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import MODELS, hidden, tiny_bert
+from support.models import MODELS, hidden, ids, tiny_bert
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_rfattn import FavorConfig, patch_model, redraw, unpatch_model
@@ -16,10 +16,6 @@ from hf_rfattn.features.maps import RandomFeatures
 INTERVAL = 3
 EXPECTED = [0, 0, 0, 1, 1, 1, 2, 2]  # the draw of each step
 every_model = pytest.mark.parametrize("family", MODELS)
-
-
-def ids():
-    return torch.randint(1, 50, (2, 20))
 
 
 def maps(model):
@@ -40,7 +36,7 @@ def scheduled(family="bert", interval=INTERVAL):
 
 
 def loss(model):
-    return hidden(model, input_ids=ids(), use_cache=False).square().mean()
+    return hidden(model, input_ids=ids(2, 20), use_cache=False).square().mean()
 
 
 def draws(model, train_step, steps=8):
@@ -95,7 +91,7 @@ def test_redraw_schedule(family, checkpointing):
     model.eval()
     before = projections(model)
     for _ in range(5):
-        hidden(model, input_ids=ids())
+        hidden(model, input_ids=ids(2, 20))
     assert same(projections(model), before)
 
 
@@ -136,7 +132,7 @@ def test_a_frozen_model_goes_by_the_steps_of_what_is_trained_around_it():
 
     def train_step():
         for _ in range(2):
-            head(hidden(model, input_ids=ids())).mean().backward()
+            head(hidden(model, input_ids=ids(2, 20))).mean().backward()
         optimizer.step()
 
     assert draws(model, train_step) == EXPECTED
@@ -214,11 +210,11 @@ def test_redraw_schedule_and_compile_do_not_mix_silently():
     model = patch_model(tiny_bert(num_hidden_layers=1), "favor+", redraw_interval=3).train()
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"redraw schedule cannot run inside torch\.compile"):
-        torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids())
+        torch.compile(model, fullgraph=True, backend="eager")(input_ids=ids(2, 20))
 
 
 def test_redraw_schedule_and_replicas_do_not_mix_silently():
     """Each replica of nn.DataParallel would count, and draw, for itself."""
     replica = scheduled()._replicate_for_data_parallel()
     with pytest.raises(NotImplementedError, match=r"redraw schedule cannot run inside nn\.DataParallel"):
-        replica(input_ids=ids())
+        replica(input_ids=ids(2, 20))

@@ -30,6 +30,7 @@ ROOMS = [
     "hub",
     "inspect_command",
     "cli",
+    "__main__",
 ]
 TORCH_ALONE = ("ops", "features", "mrf", "mechanisms")
 NOT_FOR_RECIPES = ("ops", "features", "integration")

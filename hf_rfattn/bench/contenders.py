@@ -1,7 +1,7 @@
 """Implementations of attention that are timed against each other, each with the definition it must agree with."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from ..results import SOFTMAX, rounded
+from .devices import DTYPES
+from .settings import OpsSettings
 
 LENGTH = 200  # of the check: neither a power of two nor a whole number of tiles
 MAGNITUDE = 0.25  # of queries and keys in the check: small, so that the epsilons of peers do not decide it
@@ -125,3 +127,35 @@ def check(
         "tolerance": tolerance,
         "passed": deviation <= tolerance,
     }
+
+
+def check_all(
+    contenders: Iterable[Contender], settings: OpsSettings, causal: bool, training: bool, dtype: str
+) -> Iterator[dict[str, Any]]:
+    """The checks of one kind of round. Peers are compared at the magnitude of real queries and keys too, for the
+    record.
+    """
+    shape = settings.batch, settings.heads, settings.head_dim
+    options: dict[str, Any] = {"training": training, "dtype": DTYPES[dtype], "device": settings.device}
+    for contender in contenders:
+        if contender.kind == "peer" and dtype != "float32":  # compiled kernels of peers know nothing else
+            continue
+        found = check(contender, shape, seed=settings.seed, **options)
+        if contender.kind == "peer":
+            large = check(contender, shape, seed=settings.seed, magnitude=1.0, **options)
+            found |= {"deviation_at_magnitude_1": large["deviation"]}
+        yield labels_of(contender.key, causal, training, dtype) | found
+
+
+def labels_of(key: Key, causal: bool, training: bool, dtype: str) -> dict[str, Any]:
+    """What checks and cells of a result are found by."""
+    kind, name, features = key
+    return {"kind": kind, "name": name, "features": features, "causal": causal, "training": training, "dtype": dtype}
+
+
+def is_among(
+    contender: Contender, checks: Iterable[Mapping[str, Any]], causal: bool, training: bool, dtype: str
+) -> bool:
+    """Whether one of these checks is of this contender in this kind of round."""
+    labels = labels_of(contender.key, causal, training, dtype)
+    return any(all(check[name] == value for name, value in labels.items()) for check in checks)

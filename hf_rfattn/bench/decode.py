@@ -14,93 +14,85 @@ it, and one step is made, so that what is timed begins after n tokens and in the
 at all contexts whose caches fit into memory together are interleaved.
 """
 
-import copy
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .. import patch_model, unpatch_model
-from ..commands import in_bytes, load_config, longest_input
+from ..commands import in_bytes
 from ..integration.cache import RecurrentLayer
-from ..integration.cost import attention_cost
 from ..integration.discovery import find_attention
-from ..mechanisms import MechanismConfig, mechanism_names, resolve_config
-from ..results import SOFTMAX, load_average, name_of, new_result, rounded
-from ..results.plots import BASELINE
+from ..mechanisms import MechanismConfig, mechanism_names
+from ..results import (
+    SOFTMAX,
+    Block,
+    Bullets,
+    Image,
+    Table,
+    load_average,
+    machine,
+    name_of,
+    new_result,
+    rounded,
+)
 from .contenders import named_configs
-from .devices import DTYPES, check_device, check_dtype
+from .devices import check_device, check_dtype
+from .loading import SHAPES, describe, load_model, share_weights
+from .settings import DecodeSettings
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state
 WARMUP = 1  # repetitions
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure.
-
-    `attention`: names, or all mechanisms if empty; softmax is always measured. `model`: None for random weights in the
-    shape of gpt2. `patience`: seconds to wait, in all, for other processes to be quiet.
-    """
-
-    contexts: list[int]
-    batches: list[int]
-    attention: list[str]
-    model: str | None = None
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int | None = None
-    repetitions: int = 7
-    tokens: int = 8
-    patience: float = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_dtype(self.dtype)
-        if min(self.contexts) < 2:
-            raise ValueError("A context must have at least 2 tokens.")
-        check_device(self.device)
-        _ = self.mechanisms  # unknown names fail now
-
-    @property
-    def mechanisms(self) -> dict[str, MechanismConfig]:
-        names = [name for name in self.attention if name != SOFTMAX] if self.attention else mechanism_names()
-        return named_configs(names)
-
-    @property
-    def runs(self) -> int:
-        """How many timed rows of steps there will be."""
-        rows = (WARMUP + self.repetitions) * (1 + len(self.mechanisms))
-        return rows * len(self.contexts) * len(self.batches)
+Document = dict[str, Any]
+Progress = Callable[[float, str], Any]
 
 
-def measure_decode(settings: Settings, advance: Callable[[str], Any] = lambda doing: None) -> dict[str, Any]:
-    """The result document. `advance` is called after each timed row of steps with what is being done."""
-    started = time.perf_counter()
-    with threads(settings.threads):
+def mechanisms(settings: DecodeSettings) -> dict[str, MechanismConfig]:
+    """Those that were asked for, or all."""
+    names = [name for name in settings.attention if name != SOFTMAX] if settings.attention else mechanism_names()
+    return named_configs(names)
+
+
+def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: None) -> Document:
+    """The result document. `progress` is told the share of the work that is done and what is being done."""
+    check_dtype(settings.dtype)
+    check_device(settings.device)
+    if min(settings.contexts) < 2:
+        raise ValueError("A context must have at least 2 tokens.")
+    started, attention = time.perf_counter(), mechanisms(settings)
+    with threads(settings.threads), torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
         result = new_result("bench decode", seed=settings.seed, device=settings.device)
-        models = share_weights(load_model(settings), settings.mechanisms, settings.seed)
-        _check_positions(models[SOFTMAX], max(settings.contexts) + settings.tokens)
-        cells = []
-        watch = Watch(settings.patience)
+        progress(0, f"loading {settings.model}")
+        length = max(settings.contexts) + settings.tokens
+        place = {"dtype": settings.dtype, "device": settings.device}
+        models = share_weights(
+            load_model(settings.model, length, kind=AutoModelForCausalLM, **place), attention, settings.seed
+        )
+        watch, cells = Watch(settings.patience), []
+        timed_runs = (WARMUP + settings.repetitions) * len(models) * len(settings.contexts) * len(settings.batches)
+        done = itertools.count(1)
         for batch in settings.batches:
             free = free_memory(torch.device(settings.device))
             for contexts in _groups(models[SOFTMAX], batch, settings.contexts, free):
+                advance = lambda key, batch=batch: progress(next(done) / timed_runs, f"batch {batch}")  # noqa: E731
                 cells += _measure_group(models, batch, contexts, settings, watch, advance)
+    name = f"{settings.model}-shaped, random weights" if settings.model in SHAPES else name_of(settings.model)
     return {
         **result,
-        "model": describe(models[SOFTMAX], name_of(settings.model or "gpt2-shaped, random weights"), settings.dtype),
-        "attention": {name: config.to_dict() for name, config in settings.mechanisms.items()},
-        "contexts": settings.contexts,
-        "batches": settings.batches,
+        "model": describe(models[SOFTMAX], name, settings.dtype),
+        "attention": {name: config.to_dict() for name, config in attention.items()},
+        "contexts": list(settings.contexts),
+        "batches": list(settings.batches),
         "repetitions": settings.repetitions,
         "warmup": WARMUP,
         "tokens_per_repetition": settings.tokens,
@@ -108,63 +100,6 @@ def measure_decode(settings: Settings, advance: Callable[[str], Any] = lambda do
         "neighbours": watch.to_dict(),
         "load_average_end": load_average(),
         "wall_time_seconds": round(time.perf_counter() - started, 1),
-    }
-
-
-def load_model(settings: Settings) -> PreTrainedModel:
-    """The model to measure, with softmax attention through sdpa."""
-    dtype = DTYPES[settings.dtype]
-    model: PreTrainedModel
-    if settings.model is None:
-        positions = max(settings.contexts) + settings.tokens
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            model = GPT2LMHeadModel(GPT2Config(n_positions=positions))
-    else:
-        load_config(settings.model)  # for its clear errors
-        model = unpatch_model(AutoModelForCausalLM.from_pretrained(settings.model, trust_remote_code=False))
-    model.set_attn_implementation("sdpa")
-    nn.Module.to(model, device=settings.device, dtype=dtype)
-    return model.eval()
-
-
-def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: int) -> dict[str, PreTrainedModel]:
-    """The model and a patched copy for each mechanism; all of them hold the same weights, not copies of them.
-
-    `mechanisms`: what `patch_model` takes, by name.
-    """
-    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    models = {SOFTMAX: model}
-    for name, config in mechanisms.items():
-        models[name] = patch_model(copy.deepcopy(model, dict(weights)), config, seed=seed).eval()
-    return models
-
-
-@torch.no_grad()
-def _check_positions(model: PreTrainedModel, length: int) -> None:
-    """Find out before the first measurement, and at no cost, that a model has too few positions."""
-    patched = share_weights(model, {BASELINE: resolve_config(BASELINE)}, 0)[BASELINE]
-    try:
-        Decoder(patched, batch=1, context=length - 1, tokens=1, seed=0).prepare()
-    except (IndexError, ValueError) as error:
-        raise ValueError(
-            f"This {model.config.model_type} has {longest_input(model)} positions, fewer than the {length} that the "
-            "longest context and the tokens after it need; give shorter --contexts."
-        ) from error
-
-
-def describe(model: PreTrainedModel, name: str, dtype: str) -> dict[str, Any]:
-    """What a result says of a model."""
-    sites = [site for site in find_attention(model) if not site.cross]
-    return {
-        "name": name,
-        "type": model.config.model_type,
-        "parameters": model.num_parameters(),
-        "dtype": dtype,
-        "layers": len(sites),
-        "heads": sites[0].num_heads,
-        "kv_heads": sites[0].num_kv_heads,
-        "head_dim": sites[0].head_dim,
     }
 
 
@@ -230,7 +165,7 @@ class Decoder:
         return int(min(self.context - 1, window - 1))
 
 
-def _groups(model: PreTrainedModel, batch: int, contexts: list[int], free: int) -> list[list[int]]:
+def _groups(model: PreTrainedModel, batch: int, contexts: Sequence[int], free: int) -> list[list[int]]:
     """Contexts to measure together: as many as let their softmax caches fit in half of the free memory at once."""
     groups: list[list[int]] = [[]]
     room = free / 2
@@ -248,9 +183,9 @@ def _measure_group(
     models: dict[str, PreTrainedModel],
     batch: int,
     contexts: list[int],
-    settings: Settings,
+    settings: DecodeSettings,
     watch: Watch,
-    advance: Callable[[str], Any],
+    advance: Callable[[Any], Any],
 ) -> list[dict[str, Any]]:
     """One batch: all competitors at all these contexts interleaved."""
     device = torch.device(settings.device)
@@ -271,11 +206,11 @@ def _measure_group(
         seed=settings.seed,
         watch=watch,
         synchronise=synchroniser(device),
-        after_each=lambda key: advance(f"batch {batch}"),
+        after_each=advance,
     )
     cells = []
     for context in contexts:
-        for name, model in models.items():
+        for name in models:
             cell: dict[str, Any] = {"attention": name, "batch": batch, "context": context}
             cells.append(cell)
             if (name, context) not in decoders:
@@ -288,7 +223,6 @@ def _measure_group(
                 "tokens_per_second": rounded(1000 * batch / spread.median),
                 "tokens_per_second_over_softmax": None if softmax is None else rounded(median_ratio(softmax, own)),
                 "cache_bytes": held[name, context],
-                "predicted_cache_bytes": predicted_cache_bytes(model, batch, context),
             }
     return cells
 
@@ -302,17 +236,6 @@ def cache_bytes(cache: Any) -> int:
         else:
             total += sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
     return total
-
-
-def predicted_cache_bytes(model: PreTrainedModel, batch: int, context: int) -> int | None:
-    """The same as `hf-rfattn inspect` counts it; None where some layers see a window or stay softmax."""
-    sites = [site for site in find_attention(model) if not site.cross]
-    mechanisms = [getattr(site.module, "rf", None) for site in sites]
-    if all(mechanism is None for mechanism in mechanisms):
-        return None if any(site.refusal for site in sites) else softmax_bytes(model, batch, context)
-    if any(mechanism is None for mechanism in mechanisms):
-        return None
-    return batch * sum(attention_cost(m, context, causal=True, dtype=model.dtype).memory for m in mechanisms if m)
 
 
 def softmax_bytes(model: nn.Module, batch: int, context: int) -> int:
@@ -336,3 +259,66 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def report(result: Document, name: str) -> list[Block]:
+    """Time for each batch, bytes of one sequence, what was left out, and a plot."""
+    first, what = result["batches"][0], "Time of a token and bytes of cache by context"
+    blocks: list[Block] = [time_table(result, batch) for batch in result["batches"]]
+    rows = _rows(result, first, lambda cell: in_bytes(cell["cache_bytes"] / first))
+    blocks.append(Table("Bytes of cache, one sequence", _headings(result), rows))
+    skipped = [
+        f"Not measured: {cell['attention']}, context {cell['context']:,}, batch {cell['batch']}: {cell['skipped']}"
+        for cell in result["cells"]
+        if "skipped" in cell
+    ]
+    blocks += [Bullets(skipped)] if skipped else []
+    return [*blocks, Image(f"{name}.png", what, partial(plot, result))]
+
+
+def time_table(result: Document, batch: int, title: bool = True) -> Table:
+    rows = _rows(result, batch, lambda cell: f"{cell['ms_per_token']['median']:.1f}")
+    return Table(f"Milliseconds a token, batch {batch}" if title else "", _headings(result), rows, aligned=False)
+
+
+def _headings(result: Document) -> list[str]:
+    return ["", *(f"{context:,} tokens" for context in result["contexts"])]
+
+
+def _rows(result: Document, batch: int, text: Callable[[dict[str, Any]], str]) -> list[list[str]]:
+    cells = {(c["attention"], c["context"]): c for c in result["cells"] if c["batch"] == batch and "skipped" not in c}
+    return [
+        [name, *(text(cells[name, c]) if (name, c) in cells else "–" for c in result["contexts"])]
+        for name in [SOFTMAX, *result["attention"]]
+    ]
+
+
+def plot(result: Document) -> Any:
+    """Time (a panel each batch, quartiles shaded) and bytes by context, log-log."""
+    from matplotlib.figure import Figure
+
+    from ..results.plots import draw_line, line_style, log_log, title_and_legend
+
+    contexts, batches, model = result["contexts"], result["batches"], result["model"]
+    figure = Figure(figsize=(4.6 * (len(batches) + 1), 5), layout="constrained")
+    *left, right = figure.subplots(1, len(batches) + 1, squeeze=False)[0]
+    for name in [SOFTMAX, *result["attention"]]:
+        style = line_style(name)
+        for axes, batch in zip(left, batches, strict=True):
+            cells = [c for c in result["cells"] if (c["attention"], c["batch"]) == (name, batch) and "skipped" not in c]
+            x = [cell["context"] for cell in cells]
+            lower, median, upper = ([c["ms_per_token"][key] for c in cells] for key in ("lower", "median", "upper"))
+            draw_line(axes, x, median, (lower, upper), label=name, **style)
+            axes.set(title=f"Time per token, batch {batch}", xlabel="context (tokens)", ylabel="milliseconds")
+            if batch == batches[0]:
+                right.plot(x, [cell["cache_bytes"] / batch / 2**20 for cell in cells], **style)
+    right.set(title="Cache of one sequence", xlabel="context (tokens)", ylabel="MiB")
+    limits = [axes.get_ylim() for axes in left]
+    for axes in left:
+        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+    for axes in (*left, right):
+        log_log(axes, contexts)
+    shape = f"{model['layers']} layers, {model['heads']} heads of {model['head_dim']}"
+    where = f"{model['dtype']}, {machine(result['hardware'])}"
+    title_and_legend(figure, f"Generating a token: {model['name']} ({shape}), {where}")
+    return figure

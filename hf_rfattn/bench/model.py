@@ -12,191 +12,107 @@ weights and the state of AdamW are not in it, gradients and activations are.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
 from transformers import PreTrainedModel
 
-from .. import unpatch_model
-from ..commands import load_config, longest_input, model_class
+from ..commands import load_config
 from ..integration.cost import is_causal
 from ..integration.discovery import find_attention
 from ..integration.names import SPEC
-from ..mechanisms import Mechanism, MechanismConfig, resolve_config
+from ..mechanisms import Mechanism, MechanismConfig
 from ..results import (
     SOFTMAX,
+    Block,
+    Image,
+    Paragraph,
+    Table,
     checkpoint_fingerprint,
+    crossover_text,
     load_average,
-    measured_crossover,
+    machine,
     name_of,
     new_result,
     parse_result,
     rounded,
+    times,
 )
-from ..results.plots import BASELINE
+from .break_even import crossovers
 from .contenders import named_configs
-from .decode import describe, share_weights
-from .devices import DTYPES, check_bfloat16_products, check_device, check_dtype
+from .devices import check_bfloat16_products, check_device, check_dtype
+from .loading import SHAPES, describe, load_model, random_tokens, share_weights
 from .memory import bytes_around
+from .settings import ModelSettings
 from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions
 LEARNING_RATE = 1e-6  # so small that weights stay what they are; the cost of a step does not depend on it
 AS_SAVED = "as saved"
-DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attn_dropout")
 
-Report = Callable[[float, str], Any]
-
-
-def bert(length: int) -> PreTrainedModel:
-    """Shaped like bert-base, a classifier, for inputs of `length` tokens."""
-    config = transformers.BertConfig(max_position_embeddings=length, attention_probs_dropout_prob=0.0)
-    return transformers.BertForSequenceClassification(config)
+Document = dict[str, Any]
 
 
-def gpt2(length: int) -> PreTrainedModel:
-    """Shaped like gpt2, a language model."""
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=length, attn_pdrop=0.0))
-
-
-SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"bert": bert, "gpt2": gpt2}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure.
-
-    `model`: one of `SHAPES`, for random weights, or a folder or a name on the Hub. `attention`: names of mechanisms;
-    none means favor+, or for a patched checkpoint what it was saved with. `base_model`: what results call the model;
-    cards want its name on the Hub. `batch`: None makes it as large as a step of `tokens` allows, at every length anew.
+def measure(settings: ModelSettings, progress: Callable[[float, str], Any] = lambda share, doing: None) -> Document:
+    """The result document of the first model. `progress` is told the share of the work that is done and what is being
+    done.
     """
-
-    lengths: list[int]
-    attention: list[str]
-    model: str = "bert"
-    base_model: str | None = None
-    training: tuple[bool, ...] = (False, True)
-    batch: int | None = 1
-    tokens: int = 4096
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int | None = None
-    repetitions: int = 6
-    max_seconds: float = 10
-    patience: float = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_dtype(self.dtype)
-        check_device(self.device)
-        named_configs(self.attention)  # unknown names fail now
-        if self.dtype == "bfloat16" and torch.device(self.device).type == "cpu":
-            check_bfloat16_products()
-
-    def batch_at(self, length: int) -> int:
-        return self.batch or max(1, self.tokens // length)
-
-    @property
-    def model_name(self) -> str:
-        """A folder is called by its own name, never by its path."""
-        if self.model in SHAPES:
-            return self.base_model or f"{self.model}-shaped, random weights"
-        return self.base_model or name_of(self.model)
-
-
-def measure_model(settings: Settings, progress: Report = lambda share, doing: None) -> dict[str, Any]:
-    """The result document. `progress` is told the share of the work that is done and what is being done."""
-    started = time.perf_counter()
+    check_dtype(settings.dtype)
+    check_device(settings.device)
+    if settings.dtype == "bfloat16" and torch.device(settings.device).type == "cpu":
+        check_bfloat16_products()
+    attention: dict[str, Any] = dict(named_configs(settings.attention))  # unknown names fail now
+    started, given = time.perf_counter(), settings.model[0]
     with threads(settings.threads), torch.random.fork_rng():
         torch.manual_seed(settings.seed)
         result = new_result("bench model", seed=settings.seed, device=settings.device)
-        progress(0, f"loading {settings.model}")
-        model, attention = load_model(settings)
+        progress(0, f"loading {given}")
+        model = load_model(given, max(settings.lengths), dtype=settings.dtype, device=settings.device)
+        if model.main_input_name != "input_ids":
+            raise ValueError(f"{type(model).__name__} takes {model.main_input_name}; bench model gives it tokens.")
+        model.config.get_text_config().use_cache = False
+        attention = attention or _as_saved(given) or dict(named_configs(["favor+"]))
         models = share_weights(model, attention, settings.seed)
-        _check_length(model, settings)
-        description = describe(model, settings.model_name, settings.dtype) | {"causal": _causal(model)}
+        name = f"{given}-shaped, random weights" if given in SHAPES else name_of(given)
+        description = describe(model, settings.base_model or name, settings.dtype) | {"causal": _causal(model)}
         watch = Watch(settings.patience)
-        rounds = list(itertools.product(settings.training, settings.lengths))
+        rounds = list(itertools.product(settings.passes, settings.lengths))
         work = [length * (length + 4096) * (3 if training else 1) for training, length in rounds]
         cells: list[dict[str, Any]] = []
         for number, (training, length) in enumerate(rounds):
-            doing = f"{settings.model}, {'training step' if training else 'inference'}, {length:,} tokens"
-            progress(sum(work[:number]) / sum(work), doing)
+            progress(sum(work[:number]) / sum(work), f"{given}, {name_of_pass(training)}, {length:,} tokens")
             cells += _measure_round(models, settings, training, length, watch)
+    about = {"causal": description["causal"], "dtype": settings.dtype}
     return {
         **result,
         "model": description,
-        "checkpoint": _fingerprint(settings),
+        "checkpoint": checkpoint_fingerprint(given) if (Path(given) / "config.json").exists() else None,
         "attention": {
-            name: given.to_dict() if isinstance(given, MechanismConfig) else {"layers": given}
-            for name, given in attention.items()
+            name: config.to_dict() if isinstance(config, MechanismConfig) else {"layers": config}
+            for name, config in attention.items()
         },
-        "lengths": settings.lengths,
+        "lengths": list(settings.lengths),
         "batches": [settings.batch_at(length) for length in settings.lengths],
-        "training": list(settings.training),
+        "training": list(settings.passes),
         "repetitions": settings.repetitions,
         "warmup": WARMUP,
         "max_seconds": settings.max_seconds,
         "weights_bytes": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
         "cells": cells,
-        "crossovers": list(_crossovers(cells, description)),
+        "crossovers": crossovers([c | about for c in cells if c["attention"] != SOFTMAX], description["head_dim"]),
         "neighbours": watch.to_dict(),
         "load_average_end": load_average(),
         "wall_time_seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def load_model(settings: Settings) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with softmax through sdpa, and what to patch it with: configs, or a mapping from layers to them."""
-    if settings.model in SHAPES:
-        model = SHAPES[settings.model](max(settings.lengths))
-        spec = None
-    else:
-        config = load_config(settings.model)
-        for part in (config, config.get_text_config()):
-            for name in DROPOUTS:
-                if hasattr(part, name):
-                    setattr(part, name, 0.0)
-        spec = getattr(config.get_text_config(), SPEC, None)
-        kind = model_class(config)
-        model = unpatch_model(kind.from_pretrained(settings.model, config=config, trust_remote_code=False))
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"{type(model).__name__} takes {model.main_input_name}; bench model gives it tokens.")
-    model.set_attn_implementation("sdpa")
-    model.config.get_text_config().use_cache = False
-    nn.Module.to(model, device=settings.device, dtype=DTYPES[settings.dtype])
-    if spec is not None and not settings.attention:
-        return model, {AS_SAVED: spec["layers"]}
-    return model, dict(named_configs(settings.attention or ["favor+"]))
-
-
-def _check_length(model: PreTrainedModel, settings: Settings) -> None:
-    """Find out before the first measurement that a model has too few positions; averaging is cheap."""
-    if settings.model in SHAPES:
-        return
-    cheap = share_weights(model, {BASELINE: resolve_config(BASELINE)}, 0)[BASELINE]
-    length = max(settings.lengths)
-    try:
-        _infer(cheap, _inputs(model, 1, length, settings.seed))
-    except (IndexError, ValueError) as error:
-        raise ValueError(
-            f"This {model.config.model_type} has {longest_input(model)} positions, too few for {length:,} tokens; give "
-            "shorter --lengths."
-        ) from error
-
-
-def _inputs(model: PreTrainedModel, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens, and the mask that a tokenizer gives where nothing is padded."""
-    generator = torch.Generator(model.device).manual_seed(seed)
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.randint(vocabulary, (batch, length), generator=generator, device=model.device)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+def _as_saved(name: str) -> dict[str, Any]:
+    """What a patched checkpoint was saved with, by layers; nothing for other models."""
+    spec = None if name in SHAPES else getattr(load_config(name).get_text_config(), SPEC, None)
+    return {AS_SAVED: spec["layers"]} if spec else {}
 
 
 @torch.no_grad()
@@ -224,10 +140,10 @@ def _optimizers(models: dict[str, PreTrainedModel]) -> dict[str, list[torch.opti
 
 
 def _measure_round(
-    models: dict[str, PreTrainedModel], settings: Settings, training: bool, length: int, watch: Watch
+    models: dict[str, PreTrainedModel], settings: ModelSettings, training: bool, length: int, watch: Watch
 ) -> list[dict[str, Any]]:
     batch = settings.batch_at(length)
-    inputs = _inputs(models[SOFTMAX], batch, length, settings.seed)
+    inputs = random_tokens(models[SOFTMAX], batch, length, settings.seed)
     optimizers = _optimizers(models) if training else {}
     runs: dict[str, Callable[[], None]] = {}
     for name, model in models.items():
@@ -270,23 +186,6 @@ def _causal(model: PreTrainedModel) -> bool | None:
     return flags.pop() if len(flags) == 1 else None
 
 
-def _fingerprint(settings: Settings) -> str | None:
-    return checkpoint_fingerprint(settings.model) if (Path(settings.model) / "config.json").exists() else None
-
-
-def _crossovers(cells: list[dict[str, Any]], model: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    groups: dict[tuple[str, int | None, bool], list[dict[str, Any]]] = {}
-    for cell in cells:
-        if cell["attention"] != SOFTMAX:
-            groups.setdefault((cell["attention"], cell["features"], cell["training"]), []).append(cell)
-    for (name, features, training), row in groups.items():
-        lengths = [cell["length"] for cell in row]
-        length, interpolated = measured_crossover(lengths, [cell["speed_over_softmax"] for cell in row])
-        found = {"attention": name, "features": features, "head_dim": model["head_dim"], "causal": model["causal"]}
-        found |= {"training": training, "dtype": model["dtype"], "length": length, "interpolated": interpolated}
-        yield found | {"lengths": lengths}
-
-
 def speed_documents(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What model cards show of a result, by name of the mechanism: documents of kind "speed" (`results/schema.py`).
 
@@ -316,3 +215,68 @@ def speed_documents(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         parse_result(document)
         documents[name] = document
     return documents
+
+
+def name_of_pass(training: bool) -> str:
+    return "training step" if training else "inference"
+
+
+def rows_of(result: Document, attention: str, training: bool) -> list[dict[str, Any]]:
+    """Cells of one attention and pass, by length."""
+    found = [c for c in result["cells"] if (c["attention"], c["training"]) == (attention, training)]
+    return sorted(found, key=lambda cell: cell["length"])
+
+
+def report(result: Document, name: str) -> list[Block]:
+    """Speed over softmax and memory by length, break-even lengths, and a plot."""
+    rows = []
+    for training, attention in itertools.product(result["training"], [SOFTMAX, *result["attention"]]):
+        row = []
+        for cell in rows_of(result, attention, training):
+            size = "" if cell["step_bytes"] is None else f", {cell['step_bytes'] / 2**20:,.0f} MiB"
+            first = f"{cell['tokens_per_second']:,.0f} tokens/s" if attention == SOFTMAX else None
+            row.append((first or times(cell["speed_over_softmax"])) + size)
+        rows.append([name_of_pass(training), attention, *row])
+    crossings = [
+        f"{each['attention']}, {name_of_pass(each['training'])}: {crossover_text(each)}"
+        for each in result["crossovers"]
+    ]
+    return [
+        Table("", ["", "", *(f"{length:,} tokens" for length in result["lengths"])], rows, aligned=False),
+        Paragraph(f"Faster than softmax from (about where the two are equal): {'; '.join(crossings)}."),
+        Image(f"{name}.png", f"{result['model']['name']}: time and memory by length, log-log", partial(plot, result)),
+    ]
+
+
+def plot(result: Document) -> Any:
+    """Time of a sample by length for each pass, with crossovers, and the memory of the last pass; log-log."""
+    from matplotlib.figure import Figure
+
+    from ..results.plots import draw_line, line_style, log_log, mark_crossover, title_and_legend
+
+    passes, model = result["training"], result["model"]
+    figure = Figure(figsize=(5 * (len(passes) + 1), 5), layout="constrained")
+    *panels, memory = figure.subplots(1, len(passes) + 1, squeeze=False)[0]
+    for axes, training in zip(panels, passes, strict=True):
+        medians: dict[str, list[float]] = {}
+        for name in [SOFTMAX, *result["attention"]]:
+            row = rows_of(result, name, training)
+            lower, medians[name], upper = (
+                [cell["milliseconds"][key] / cell["batch"] for cell in row] for key in ("lower", "median", "upper")
+            )
+            lengths = [cell["length"] for cell in row]
+            draw_line(axes, lengths, medians[name], (lower, upper), label=name, **line_style(name))
+        axes.set(title=name_of_pass(training).capitalize(), xlabel="length (tokens)", ylabel="milliseconds a sample")
+        log_log(axes, result["lengths"])
+        found = [each for each in result["crossovers"] if each["training"] == training and each["interpolated"]]
+        for number, each in enumerate(found):
+            softmax = dict(zip(result["lengths"], medians[SOFTMAX], strict=True))
+            mark_crossover(axes, each["interpolated"], softmax, number, line_style(each["attention"])["color"])
+    for name in [SOFTMAX, *result["attention"]]:
+        row = [cell for cell in rows_of(result, name, passes[-1]) if cell["step_bytes"]]
+        memory.plot([c["length"] for c in row], [c["step_bytes"] / 2**20 for c in row], **line_style(name))
+    memory.set(title=f"Memory, {name_of_pass(passes[-1])}", xlabel="length (tokens)", ylabel="MiB")
+    log_log(memory, result["lengths"])
+    size = f"{model['layers']} layers, {model['parameters'] / 1e6:.0f} M"
+    title_and_legend(figure, f"{model['name']} ({size}), {model['dtype']}, {machine(result['hardware'])}")
+    return figure

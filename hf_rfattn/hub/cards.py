@@ -1,33 +1,31 @@
 """Model cards: what a checkpoint is and what was measured, from its config and result documents and nothing else."""
 
-import json
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..commands import in_bytes
+from ..mechanisms.naming import mechanism_names_in
 from ..results import (
     RESULTS,
     Result,
     SpeedResult,
     TaskResult,
     TransferResult,
-    number,
+    as_markdown,
+    read_result,
     read_results,
     without_folders,
+    write_images,
     write_result,
     write_whole,
 )
-from .citations import cite
-from .comparison import Comparison, compare, crossover, limitations, speeds
-from .folder import CARD, PLOT, CheckpointFolder, attention_label, full_config, mechanism_names_in
-from .plots import plot_results
+from .card_text import card_text
+from .findings import Comparison, compare, speeds
+from .folder import CARD, PLOT, CheckpointFolder
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
 FINGERPRINT, RESULTS_FINGERPRINT = "rfattn_checkpoint_sha256", "rfattn_results_sha256"
@@ -57,6 +55,23 @@ class Card:
         return self.address.rpartition("/")[2]
 
     @property
+    def used(self) -> list[Result]:
+        """The results of this checkpoint."""
+        return [*(comparison.own for comparison in self.comparisons), *self.timings, *self.transfers]
+
+    @property
+    def has_plot(self) -> bool:
+        return bool(self.comparisons or self.timings)
+
+    @property
+    def base_on_hub(self) -> bool:
+        return bool(self.base_model and HUB_NAME.fullmatch(self.base_model))
+
+    @property
+    def loader(self) -> str:
+        return auto_class(self.folder.architecture)
+
+    @property
     def mechanisms(self) -> list[str]:
         return mechanism_names_in({"layers": self.folder.spec["layers"]})
 
@@ -82,7 +97,7 @@ class Card:
     @property
     def metadata(self) -> ModelCardData:
         own = [comparison.own for comparison in self.comparisons]
-        base = self.base_model if self.base_model and HUB_NAME.fullmatch(self.base_model) else None
+        base = self.base_model if self.base_on_hub else None
         datasets = [result.dataset["name"] for result in own if HUB_NAME.fullmatch(result.dataset["name"])]
         data = ModelCardData(
             model_name=self.title if own else None,
@@ -91,7 +106,7 @@ class Card:
             base_model_relation="finetune" if base else None,
             library_name="transformers",
             license=self.license,
-            pipeline_tag=PIPELINES.get(auto_class(self.folder.architecture)),
+            pipeline_tag=PIPELINES.get(self.loader),
             tags=["hf_rfattn", "linear-attention", *self.mechanisms],
             datasets=list(dict.fromkeys(datasets)) or None,
             metrics=list(dict.fromkeys(name for result in own for name in result.metrics)) or None,
@@ -114,8 +129,7 @@ def write_card(
     card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
     plot = card.folder.path / PLOT
     plot.unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
-    if card.comparisons or card.timings:
-        plot_results(card.comparisons, card.timings, plot)
+    write_images(card_text(card), card.folder.path)
     path = card.folder.path / CARD
     write_whole(render(card), path)
     return path
@@ -123,12 +137,9 @@ def write_card(
 
 def unclean_results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Result files that say where something lies on the machine they come from, and what they hold without that."""
-    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in (folder / RESULTS).glob("*.json")]
-    return [
-        (path, without_folders(document))
-        for path, document in found
-        if isinstance(document, dict) and without_folders(document) != document
-    ]
+    found = [(path, read_result(path)) for path in (folder / RESULTS).glob("*.json")]
+    clean = [(path, document, without_folders(document)) for path, document in found]
+    return [(path, after) for path, before, after in clean if before != after]
 
 
 def make_card(
@@ -161,29 +172,7 @@ def _one(what: str, values: Sequence[str | None]) -> str | None:
 
 def render(card: Card) -> str:
     """The card as Markdown with its metadata on top."""
-    spec = card.folder.spec
-    return str(
-        ModelCard.from_template(
-            card.metadata,
-            template_str=files(__package__).joinpath("card_template.md").read_text(encoding="utf-8"),
-            title=card.title,
-            summary=_summary(card),
-            layers=_layer_rows(card.folder),
-            cross_attention="replaced as well" if spec.get("cross_attention") else "softmax, where there is any",
-            mechanism_seed=spec.get("seed"),
-            loader=auto_class(card.folder.architecture),
-            has_tokenizer=(card.folder.path / "tokenizer_config.json").exists(),
-            address=card.address,
-            plot=PLOT if card.comparisons or card.timings else None,
-            comparisons=[_task_table(comparison) for comparison in card.comparisons],
-            speeds=[_speed_table(speed) for speed in card.timings],
-            transfers=[_transfer_table(transfer) for transfer in card.transfers],
-            limitations=limitations(card.comparisons, card.timings),
-            runs=[_reproduce(r) for r in [*(c.own for c in card.comparisons), *card.timings, *card.transfers]],
-            results_folder=RESULTS,
-            citations=cite({"layers": spec["layers"]}),
-        )
-    )
+    return str(ModelCard(f"---\n{card.metadata.to_yaml()}\n---\n\n{as_markdown(card_text(card))}"))
 
 
 def auto_class(architecture: str | None) -> str:
@@ -196,119 +185,6 @@ def auto_class(architecture: str | None) -> str:
 
     if architecture is None or (architecture.endswith("Model") and not architecture.endswith("LMHeadModel")):
         return "AutoModel"
-    name = "AutoModelForCausalLM" if architecture.endswith("LMHeadModel") else f"AutoModelFor{_head(architecture)}"
+    head = "CausalLM" if architecture.endswith("LMHeadModel") else architecture.rpartition("For")[2]
+    name = f"AutoModelFor{head}"
     return name if hasattr(transformers, name) else architecture
-
-
-def _head(architecture: str) -> str:
-    return architecture.rpartition("For")[2]
-
-
-def _summary(card: Card) -> str:
-    if card.base_model is None:
-        base = "A model"
-    elif HUB_NAME.fullmatch(card.base_model):
-        base = f"[{card.base_model}](https://huggingface.co/{card.base_model})"
-    else:
-        base = f"`{card.base_model}`"
-    tasks = " and ".join(dict.fromkeys(comparison.own.task for comparison in card.comparisons))
-    tuned = f", fine-tuned on {tasks}" if tasks else ""
-    licence = "" if card.license else " The licence of the base model is not recorded here; look it up before use."
-    return (
-        f"{base} whose softmax attention was replaced by linear-time attention ({', '.join(card.mechanisms)}) with "
-        f"`hf_rfattn`{tuned}.{licence}"
-    )
-
-
-def _layer_rows(folder: CheckpointFolder) -> list[dict[str, str]]:
-    rows = []
-    for part, spec in folder.specs.items():
-        for layers, config in spec["layers"].items():
-            full = full_config(config)
-            options = {k: v for k, v in full.items() if k != "mechanism"} if isinstance(full, dict) else {}
-            written = ", ".join(f"`{name}={json.dumps(value)}`" for name, value in options.items())
-            rows.append(
-                {
-                    "layers": f"{part} {layers}".strip(),
-                    "attention": f"softmax → {full['mechanism'] if isinstance(full, dict) else full}",
-                    "options": _cell(written) or "none",
-                }
-            )
-    return rows
-
-
-def _task_table(comparison: Comparison) -> dict[str, Any]:
-    own = comparison.own
-    metrics = list(own.metrics)
-    dataset = " ".join(f"`{own.dataset[key]}`" for key in ("name", "config", "split") if own.dataset.get(key))
-    budget = ", ".join(f"{name} {json.dumps(value)}" for name, value in own.budget.items())
-    examples = ", ".join(f"{name} on {metric.n:,}" for name, metric in own.metrics.items())
-    rows = []
-    for row in comparison.rows:
-        result = row.result
-        measured = [number(result.metrics[m].value) if m in result.metrics else "–" for m in metrics]
-        speed = [_or_dash(value) for value in (result.samples_per_second, result.tokens_per_second)]
-        memory = "–" if result.peak_memory_bytes is None else in_bytes(result.peak_memory_bytes)
-        taught = result.document.get("transfer")
-        role = f"{row.role}, after {taught['steps']} steps of attention transfer" if taught else row.role
-        rows.append([_cell(attention_label(result.attention)), role, str(result.seed), *measured, *speed, memory])
-    extra = any(row.result.document.get("transfer") for row in comparison.rows)
-    more = " (attention transfer, without labels, came on top where a row had it)" if extra else ""
-    about = f"Data: {dataset}; examples: {examples}. Budget, the same for every row{more}: {budget}. On {own.machine}."
-    return {"title": own.task, "about": about, "metrics": metrics, "rows": rows}
-
-
-def _speed_table(speed: SpeedResult) -> dict[str, Any]:
-    rows = [
-        [
-            f"{t.length:,}",
-            number(t.softmax_seconds * 1000),
-            number(t.patched_seconds * 1000),
-            f"{number(t.speed, 3)} ×",
-            *("–" if peak is None else in_bytes(peak) for peak in (t.softmax_peak_bytes, t.patched_peak_bytes)),
-        ]
-        for t in speed.lengths
-    ]
-    start = crossover(speed)
-    return {
-        "about": f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}.",
-        "rows": rows,
-        "crossover": "Not faster than softmax at the longest length measured."
-        if start is None
-        else f"Crossover: faster than softmax from {start:,} tokens on, among the lengths measured.",
-    }
-
-
-def _transfer_table(transfer: TransferResult) -> dict[str, Any]:
-    dataset = " ".join(f"`{transfer.dataset[key]}`" for key in ("name", "config", "split") if transfer.dataset.get(key))
-    settings = ", ".join(
-        f"{name} {json.dumps(value)}"
-        for name, value in transfer.transfer.items()
-        if not isinstance(value, (dict, list))
-    )
-    before, after = transfer.errors.before, transfer.errors.after
-    columns = zip(after.layers, after.average, before.overall, after.overall, strict=True)
-    return {
-        "about": f"Text: {dataset}, without labels; {settings}. On {transfer.machine}.",
-        "rows": [[f"`{_cell(layer)}`", *(number(error) for error in errors)] for layer, *errors in columns],
-    }
-
-
-def _reproduce(result: Result) -> str:
-    document = result.document
-    git, versions = document["git"], document["versions"]
-    commit = f"commit `{git['commit']}`" if git.get("commit") else "a commit that was not recorded"
-    changed = " with uncommitted changes" if git.get("changed") else ""
-    command = document.get("command")
-    line = f": `{shlex.join(map(str, command)) if isinstance(command, list) else command}`" if command else ""
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    return f"`{RESULTS}/{result.file}`{line}, {commit}{changed} of hf_rfattn, seed {result.seed} ({packages})"
-
-
-def _or_dash(value: float | None) -> str:
-    return "–" if value is None else number(value)
-
-
-def _cell(text: str) -> str:
-    """Text that does not break a Markdown table."""
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -4,7 +4,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from .folder import mechanism_names_in, needs_calibration
+from ..mechanisms.naming import mechanism_names_in, mechanisms_in
 
 PAPERS = {
     "favor+": ["choromanski2021performers"],
@@ -33,7 +33,7 @@ def cite(attention: Any) -> list[str]:
     ['@inproceedings{choromanski2021performers', '@inproceedings{likhosherstov2022chefs']
     """
     keys = [key for name in mechanism_names_in(attention) for key in PAPERS.get(name, [])]
-    if needs_calibration(attention):
+    if any(config.get("variance") == "optimal" for config in mechanisms_in(attention)):
         keys.append(FAVOR_PLUS_PLUS)
     entries = bibliography()
     return [entries[key] for key in dict.fromkeys(keys)]

@@ -1,15 +1,14 @@
 """A folder that `save_pretrained` of a patched model has written: what it holds and how it is recognised."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..commands import option_value
 from ..integration.spec import parse_layers
-from ..mechanisms import resolve_config
+from ..mechanisms.naming import full_config
 from ..results import SOFTMAX, checkpoint_fingerprint, results_fingerprint, weight_files
 from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
 
@@ -104,72 +103,3 @@ def canonical(attention: Any, num_layers: int) -> dict[int, Any]:
             by_layer.update(dict.fromkeys(parse_layers(layers), full_config(config)))
         return by_layer
     return dict.fromkeys(range(num_layers), full_config(attention))
-
-
-def full_config(config: Any) -> Any:
-    """A mechanism's document with its defaults; one that is registered nowhere stays as it is."""
-    if config == SOFTMAX:
-        return config
-    try:
-        document = resolve_config(config).to_dict()
-    except ValueError:
-        return config
-    return {k: [full_config(v) for v in value] if k == "far" else value for k, value in document.items()}
-
-
-def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
-    """The document of every mechanism of a result's `attention`, defaults spelt out, those inside "far" last."""
-    configs = list(attention["layers"].values()) if _has_layers(attention) else [attention]
-    full = [config for config in map(full_config, configs) if isinstance(config, Mapping)]
-    far = [part for config in full for part in config.get("far", ()) if isinstance(part, Mapping)]
-    return [config for config in [*full, *far] if "mechanism" in config]
-
-
-def mechanism_names_in(attention: Any) -> list[str]:
-    """Their names, each once.
-
-    >>> mechanism_names_in({"mechanism": "fmm", "far": ["elu"]})
-    ['fmm', 'linear']
-    """
-    return list(dict.fromkeys(config["mechanism"] for config in mechanisms_in(attention)))
-
-
-def needs_calibration(attention: Any) -> bool:
-    """Whether it has features whose variance is optimal only for data that was measured (FAVOR++).
-
-    >>> needs_calibration({"mechanism": "fmm", "far": [{"mechanism": "favor+", "variance": "optimal"}]})
-    True
-    """
-    return any(config.get("variance") == "optimal" for config in mechanisms_in(attention))
-
-
-def attention_label(attention: Any) -> str:
-    """Short, for a table: names and the options that are not the default's.
-
-    >>> attention_label({"mechanism": "favor+", "num_features": 64, "antithetic": False})
-    'favor+, num_features=64'
-    """
-    if attention == SOFTMAX:
-        return SOFTMAX
-    if _has_layers(attention):
-        return "; ".join(f"layers {k}: {attention_label(v)}" for k, v in attention["layers"].items())
-    config = full_config(attention)
-    if not isinstance(config, Mapping):
-        return str(config)
-    name = config.get("mechanism", "?")
-    default = full_config(name)
-    known = default if isinstance(default, Mapping) else {}
-    return ", ".join([name, *_changed_options(config, known)])
-
-
-def _changed_options(config: Mapping[str, Any], default: Mapping[str, Any]) -> Iterator[str]:
-    for option, value in config.items():
-        if option != "mechanism" and default.get(option) != value:
-            if option == "far":
-                yield f"far=({', '.join(map(attention_label, value))})"
-            else:
-                yield f"{option}={option_value(value)}"
-
-
-def _has_layers(attention: Any) -> bool:
-    return isinstance(attention, Mapping) and "layers" in attention

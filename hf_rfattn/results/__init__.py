@@ -24,11 +24,13 @@ Reports, `report.py`: a report is a list of blocks, Heading, Paragraph, Bullets,
 Plots, `plots.py` (matplotlib is imported when it is):
     line_style, draw_line, log_log, mark_crossover, title_and_legend
 
+`controls.py`: control_of, what a row of a table is a control of.
 `crossover.py`: measured_crossover and crossover_text, the length from which on one thing is faster than another.
 
 This room uses no other room of the package.
 """
 
+from .controls import CONTROLS, FAR, NEAR, NO_ATTENTION, control_of
 from .crossover import crossover_text, measured_crossover
 from .documents import (
     SCHEMA_VERSION,
@@ -70,10 +72,10 @@ from .schema import (
 )
 
 __all__ = [
-    "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block", "Bullets", "Heading", "Image", "Metric", "Paragraph",
-    "Result", "SpeedResult", "Table", "TaskResult", "TransferResult", "as_html", "as_markdown",
-    "checkpoint_fingerprint", "crossover_text", "hardware", "load_average", "machine", "measured_crossover",
-    "name_of", "new_result", "number", "parse_result", "print_blocks", "read_result", "read_results",
-    "results_fingerprint", "rounded", "spread_of", "times", "weight_files", "without_folders", "write_images",
-    "write_result", "write_whole",
+    "CONTROLS", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block", "Bullets",
+    "Heading", "Image", "Metric", "Paragraph", "Result", "SpeedResult", "Table", "TaskResult", "TransferResult",
+    "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware", "load_average",
+    "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result", "print_blocks", "read_result",
+    "read_results", "results_fingerprint", "rounded", "spread_of", "times", "weight_files", "without_folders",
+    "write_images", "write_result", "write_whole",
 ]  # fmt: skip

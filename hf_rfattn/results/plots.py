@@ -68,9 +68,9 @@ def log_log(axes: Axes, ticks: Sequence[int]) -> None:
     axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
     axes.xaxis.set_minor_locator(NullLocator())
     low, high = axes.get_ylim()
-    if high < 1e4 * low:
+    if high < 1e3 * low:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(alpha=0.3)
 

@@ -160,6 +160,7 @@ def _html_cell(text: str) -> str:
 
 def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
     """All but images, which are files."""
+    from rich.markdown import Markdown
     from rich.table import Table as RichTable
 
     for block in blocks:
@@ -171,8 +172,7 @@ def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
                 table.add_row(*row, style={"softmax": "bold", "control": "dim"}.get(kind))
             console.print(table)
         elif not isinstance(block, Image):
-            text = _markdown(block, str)
-            console.print(text, highlight=False, markup=False)
+            console.print(Markdown(_markdown(block, str)))
 
 
 def write_images(blocks: Iterable[Block], folder: Path) -> list[Path]:

@@ -26,9 +26,7 @@ from string import Template
 from typing import Any, TypeVar
 
 import yaml
-
-from hf_rfattn.commands import option_value
-from hf_rfattn.mechanisms.config import did_you_mean
+from training.options import assignments, did_you_mean
 
 BEFORE = "before"
 
@@ -47,8 +45,8 @@ class Row:
     @property
     def fields(self) -> dict[str, Any]:
         """As a recipe has them."""
-        assignments = [f"{name}={option_value(value)}" for name, value in self.options.items()]
-        return {**self.training, "attention": self.mechanism or self.label, "attention_options": assignments}
+        attention = {"attention": self.mechanism or self.label, "attention_options": assignments(self.options)}
+        return {**self.training, **attention}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ OUTPUT/logs/NAME.txt        what it has printed
 OUTPUT/results/NAME.json    its result, with its place in the report: there if and only if the run is finished
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from training.options import flag
-from training.output import MODEL, RESULT, RUN, as_document, check_same_run, first_difference
+from training.output import MODEL, RESULT, RUN, check_same_run, first_difference
 
 from hf_rfattn.results import number, without_folders, write_result
 
@@ -54,7 +55,7 @@ def _finished(run: Run, plan: Plan, output: Path, redo: bool) -> bool:
     if not path.exists():
         return False
     document = json.loads(path.read_text(encoding="utf-8"))
-    options = plan.portable(as_document(run.options))
+    options = plan.portable(dataclasses.asdict(run.options))
     before, now = (without_folders({**document, "options": each})["options"] for each in (document["options"], options))
     before, now = {**before, "processes": document["processes"]}, {**now, "processes": run.processes}
     name = first_difference(before, now)

@@ -14,14 +14,13 @@ import torch
 from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
-from training.batches import check_share
 from training.data import find_source
 from training.models import load_config
 from training.options import RunOptions, fields_as_arguments, parse_options
-from training.results import BUDGET
+from training.order import check_share
+from training.run import BUDGET
 
 from hf_rfattn import build_mechanism
-from hf_rfattn.commands import parse_attention
 from hf_rfattn.results import SOFTMAX
 
 from .configuration import BEFORE, Configuration, Part, Row, expand, read_configuration
@@ -105,9 +104,9 @@ def _check_rows(rows: list[Row]) -> None:
                 f"the row {row.label!r} has its own {', '.join(sorted(own))}, but rows can only be compared if they "
                 "share that. Set it for the task."
             )
-        attention, assignments = row.fields["attention"], row.fields["attention_options"]
+        attention = row.fields["attention"]
         if attention != SOFTMAX:
-            mechanism = build_mechanism(parse_attention(attention, assignments), num_heads=1, head_dim=8)
+            mechanism = build_mechanism({"mechanism": attention, **row.options}, num_heads=1, head_dim=8)
             if "mechanism_learning_rate" in row.training and not list(mechanism.parameters()):
                 raise ValueError(f"{row.label!r} has no parameters for a mechanism_learning_rate.")
 

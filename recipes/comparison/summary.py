@@ -1,44 +1,74 @@
 """What the results of a comparison say, as one JSON document. Tables and plots are made from it and nothing else."""
 
-import dataclasses
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune_glue import TASKS
-from finetune_snli import SnliTask
+from training.metrics import GLUE
 
-from hf_rfattn.hub.comparison import CONTROLS, NO_ATTENTION, control_of
-from hf_rfattn.hub.folder import attention_label, mechanism_names_in
+from hf_rfattn import attention_label, mechanism_names_in
 from hf_rfattn.results import (
+    CONTROLS,
+    NO_ATTENTION,
     SCHEMA_VERSION,
     SOFTMAX,
     STAGES,
     Metric,
     TaskResult,
-    machine,
+    control_of,
     measured_crossover,
-    parse_result,
+    read_results,
 )
 
 KIND = "comparison"
-CLASSES = {name: len(task.labels) for name, task in {**TASKS, SnliTask.name: SnliTask.text_task}.items()}
+WHEN = ("before", "transferred", "after")  # errors against softmax
+
+
+@dataclass(frozen=True)
+class Run:
+    """A result and its place in the comparison."""
+
+    result: TaskResult
+    part: str
+    row: str
+    order: list[int]
+    judged: bool
+    length: int
+    processes: int
+
+    @classmethod
+    def of(cls, result: TaskResult) -> "Run":
+        place, length = result.document[KIND], int(result.budget["max_length"])
+        processes = int(result.document["processes"])
+        return cls(result, place["part"], place["row"], place["order"], place["accuracy"], length, processes)
+
+    @property
+    def machine(self) -> str:
+        return self.result.machine
+
+    @property
+    def measured_on(self) -> str:
+        return self.result.measured_on
+
+    def identity(self, others: Iterable["Run"] = ()) -> dict[str, Any]:
+        """What its attention is called, and what it is a control of beside others."""
+        own, *rest = ([] if "layers" in r.result.attention else names_of(r) for r in (self, *others))
+        return {
+            "attention": attention_label(self.result.attention),
+            "mechanism": next(iter(names_of(self)), SOFTMAX),
+            "control": control_of(own, rest),
+        }
+
+
+def names_of(run: Run) -> list[str]:
+    return mechanism_names_in(run.result.attention)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """Of all results in a folder that have a place in a comparison."""
-    results = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not a JSON document: {error}.") from error
-        if isinstance(document, dict) and KIND in document:
-            result = parse_result(document, path.name)
-            if isinstance(result, TaskResult):
-                results.append(result)
+    results = [each for each in read_results(folder) if isinstance(each, TaskResult) and KIND in each.document]
     if not results:
         raise ValueError(f"{folder} holds no results of a comparison.")
     return summarise(results)
@@ -46,38 +76,21 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def summarise(results: Sequence[TaskResult]) -> dict[str, Any]:
     """Everything a report says."""
-    ordered = sorted(results, key=lambda result: (_place(result)["order"], _length(result), _processes(result)))
-    speeds = _speeds(ordered)
-    tables = _accuracy(ordered)
+    runs = sorted(map(Run.of, results), key=lambda run: (run.order, run.length, run.processes))
+    speeds, tables = _speeds(runs), _accuracy(runs)
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": KIND,
-        "title": _place(ordered[0])["title"],
+        "title": runs[0].result.document[KIND]["title"],
         "accuracy": tables,
         "overview": _overview(tables),
         "speed": speeds,
         "crossovers": _crossovers(speeds),
-        "machines": _each(_machine(result) for result in ordered),
-        "versions": _each(result.document["versions"] for result in ordered),
-        "commits": _each(result.document["git"] for result in ordered),
-        "files": [result.file for result in ordered],
+        "machines": _each(run.machine for run in runs),
+        "versions": _each(run.result.versions for run in runs),
+        "commits": _each(run.result.git for run in runs),
+        "files": [run.result.file for run in runs],
     }
-
-
-def _place(result: TaskResult) -> Mapping[str, Any]:
-    return result.document[KIND]
-
-
-def _length(result: TaskResult) -> int:
-    return int(result.budget["max_length"])
-
-
-def _processes(result: TaskResult) -> int:
-    return int(result.document["processes"])
-
-
-def _machine(result: TaskResult) -> str:
-    return machine(result.document["hardware"])
 
 
 def _each(values: Iterable[Any]) -> list[Any]:
@@ -89,22 +102,14 @@ def _each(values: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _groups(results: Iterable[TaskResult], *keys: Any) -> dict[Any, list[TaskResult]]:
-    groups: dict[Any, list[TaskResult]] = {}
-    for result in results:
-        groups.setdefault(tuple(key(result) for key in keys), []).append(result)
+def _groups(runs: Iterable[Run], *names: str) -> dict[Any, list[Run]]:
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(getattr(run, name) for name in names), []).append(run)
     return groups
 
 
-def _part(result: TaskResult) -> str:
-    return str(_place(result)["part"])
-
-
-def _row(result: TaskResult) -> str:
-    return str(_place(result)["row"])
-
-
-def over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
+def over_seeds(values: Iterable[float | None]) -> dict[str, Any]:
     """Mean, and standard deviation where there are two values or more.
 
     >>> over_seeds([1.0, 3.0])
@@ -115,30 +120,15 @@ def over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
     return {"mean": mean, "spread": statistics.stdev(known) if len(known) > 1 else None, "values": known}
 
 
-def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
+def _accuracy(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A table for each task, model, data, length and budget; on as few processes as it was run on."""
     tables = []
-    judged = [result for result in results if _place(result)["accuracy"]]
-    for (part, _), group in _groups(judged, _part, lambda result: result.measured_on).items():
-        fewest = min(map(_processes, group))
-        rows = _groups([result for result in group if _processes(result) == fewest], _row)
-        first = group[0]
+    for (part, _), group in _groups([run for run in runs if run.judged], "part", "measured_on").items():
+        fewest = min(run.processes for run in group)
+        first = group[0].result
         metric = _with_chance(first)
-        attentions = [result.attention for result in group]
-        entries = [
-            {
-                "row": row,
-                **_identity(found[0], attentions),
-                "seeds": sorted(result.seed for result in found),
-                "metric": over_seeds([result.metrics[first.main_metric].value for result in found]),
-                "stages": {stage: over_seeds([_at(stage, result) for result in found]) for stage in STAGES},
-                "samples_per_second": over_seeds([result.samples_per_second for result in found]),
-                "attention_error": _errors(found),
-            }
-            for (row,), found in rows.items()
-        ]
-        for entry in entries:
-            entry["learnt"] = metric.beats_chance(entry["metric"]["mean"])
+        rows = _groups([run for run in group if run.processes == fewest], "row")
+        entries = [{"row": row, **_entry(found, group, metric)} for (row,), found in rows.items()]
         tables.append(
             {
                 "part": part,
@@ -152,7 +142,7 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
                 "chance": metric.chance,
                 "learnt": all(entry["learnt"] for entry in entries if entry["attention"] == SOFTMAX),
                 "budget": first.budget,
-                "length": _length(first),
+                "length": group[0].length,
                 "processes": fewest,
                 "rows": _with_shares(entries, metric.lower_is_better),
             }
@@ -160,11 +150,26 @@ def _accuracy(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
     return tables
 
 
+def _entry(found: Sequence[Run], group: Sequence[Run], metric: Metric) -> dict[str, Any]:
+    """A row of a table, over its seeds."""
+    results = [run.result for run in found]
+    values = over_seeds(result.metrics[result.main_metric].value for result in results)
+    return {
+        **found[0].identity(group),
+        "seeds": sorted(result.seed for result in results),
+        "metric": values,
+        "stages": {stage: over_seeds(_at(stage, result) for result in results) for stage in STAGES},
+        "samples_per_second": over_seeds(result.samples_per_second for result in results),
+        "attention_error": _errors(results),
+        "learnt": metric.beats_chance(values["mean"]),
+    }
+
+
 def _with_chance(result: TaskResult) -> Metric:
     """The main metric. For accuracies of runs that did not record the best constant answer, chance is a blind guess."""
-    metric, labels = result.metrics[result.main_metric], CLASSES.get(result.task)
-    if metric.chance is None and metric.scale and result.main_metric == "accuracy" and labels:
-        return dataclasses.replace(metric, chance=metric.scale / labels)
+    metric, labels = result.metrics[result.main_metric], 3 if result.task in ("mnli", "snli") else 2
+    if metric.chance is None and metric.scale and result.main_metric == "accuracy" and result.task in GLUE:
+        return replace(metric, chance=metric.scale / labels)
     return metric
 
 
@@ -176,15 +181,6 @@ def _at(stage: str, result: TaskResult) -> float | None:
     return None
 
 
-def _identity(result: TaskResult, others: Iterable[Any]) -> dict[str, Any]:
-    names = mechanism_names_in(result.attention)
-    return {
-        "attention": attention_label(result.attention),
-        "mechanism": names[0] if names else SOFTMAX,
-        "control": control_of(result.attention, others),
-    }
-
-
 def _errors(results: Sequence[TaskResult]) -> dict[str, Any] | None:
     """Mean over layers and seeds, before training, after attention transfer and after training; null for softmax."""
     found = []
@@ -194,22 +190,20 @@ def _errors(results: Sequence[TaskResult]) -> dict[str, Any] | None:
             return None
         at = {when: errors[when] and errors[when]["overall"] for when in ("before", "after")}
         found.append({**at, "transferred": taught and taught["error"]["after"]})
-    return {
-        when: statistics.mean(statistics.mean(each[when]) for each in found)
-        if all(each[when] for each in found)
-        else None
-        for when in ("before", "transferred", "after")
-    }
+    means = {when: [each[when] and statistics.mean(each[when]) for each in found] for when in WHEN}
+    return {when: _mean(values) for when, values in means.items()}
 
 
 def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict[str, Any]]:
     """Beside softmax: the share of its metric (of a loss, how many times its), and how far a row is on the way from no
     attention at all to softmax. None where softmax itself has not learnt the task.
     """
-    softmax = next((row["metric"]["mean"] for row in rows if row["attention"] == SOFTMAX and row["learnt"]), None)
-    first = [row["stages"][STAGES[0]]["mean"] for row in rows if row["attention"] == SOFTMAX and row["learnt"]]
-    unpatched = next(iter(first), None)
+    learnt = [row for row in rows if row["attention"] == SOFTMAX and row["learnt"]]
+    softmax = learnt[0]["metric"]["mean"] if learnt else None
+    unpatched = learnt[0]["stages"][STAGES[0]]["mean"] if learnt else None
     nothing = next((row["metric"]["mean"] for row in rows if row["control"] == NO_ATTENTION), None)
+    gap = None if softmax is None or nothing is None else softmax - nothing
+    helps = gap is not None and (gap < 0 if lower_is_better else gap > 0)
     for row in rows:
         mean = row["metric"]["mean"]
         row["over_softmax"] = mean / softmax if softmax else None
@@ -217,9 +211,7 @@ def _with_shares(rows: list[dict[str, Any]], lower_is_better: bool) -> list[dict
             stage: value["mean"] / unpatched if unpatched and value["mean"] is not None else None
             for stage, value in row["stages"].items()
         }
-        gap = None if softmax is None or nothing is None else softmax - nothing
-        better = gap is not None and (gap < 0 if lower_is_better else gap > 0)
-        row["from_average_to_softmax"] = (mean - nothing) / gap if better else None
+        row["from_average_to_softmax"] = (mean - nothing) / gap if helps else None
     return rows
 
 
@@ -227,17 +219,17 @@ def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each row over all tables, softmax first and controls last; the mean share is over those whose metric is a score
     and where softmax has learnt the task, of rows in all of these.
     """
-    rows = _each(row["row"] for table in tables for row in table["rows"])
     overview = []
-    for name in rows:
+    for name in _each(row["row"] for table in tables for row in table["rows"]):
         found = [next((row for row in table["rows"] if row["row"] == name), None) for table in tables]
+        there = [row for row in found if row]
         shared = [table["learnt"] and not table["lower_is_better"] for table in tables]
         scores = [row for row, counts in zip(found, shared, strict=True) if counts]
         overview.append(
             {
                 "row": name,
-                "attention": next(row["attention"] for row in found if row),
-                "control": next((row["control"] for row in found if row and row["control"]), None),
+                "attention": there[0]["attention"],
+                "control": next((row["control"] for row in there if row["control"]), None),
                 "mean_share_of_softmax": _mean([row and row["over_softmax"] for row in scores]),
                 "mean_share_by_stage": {
                     stage: _mean([row and row["stages_over_softmax"][stage] for row in scores]) for stage in STAGES
@@ -249,51 +241,34 @@ def _overview(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """Of all of them, or None if one is missing."""
-    return None if not values or None in values else statistics.mean(values)  # type: ignore[type-var]
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if values and len(known) == len(values) else None
 
 
-def _speeds(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
+def _speeds(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """By task, row, length and processes; efficiency is against one process with as many threads."""
-    entries = []
-    groups = _groups(results, _part, _row, _length, _processes, _machine)
-    for (part, row, length, processes, where), found in groups.items():
-        first = found[0]
-        entries.append(
-            {
-                "part": part,
-                "row": row,
-                **_identity(first, []),
-                "model": first.model,
-                "length": length,
-                "processes": processes,
-                "machine": where,
-                "seeds": sorted(result.seed for result in found),
-                "samples_per_second": over_seeds([result.samples_per_second for result in found]),
-                "tokens_per_second": over_seeds([result.tokens_per_second for result in found]),
-                "peak_memory_bytes": max((result.peak_memory_bytes or 0 for result in found), default=0) or None,
-            }
-        )
-    for entry in entries:
-        entry["efficiency"] = _ratio(entry, _find(entries, entry, processes=1), entry["processes"])
-        entry["over_softmax"] = _ratio(entry, _find(entries, entry, row=None), 1)
-    return entries
+    entries: dict[Any, dict[str, Any]] = {}
+    names = ("part", "row", "length", "processes", "machine")
+    for key, found in _groups(runs, *names).items():
+        results = [run.result for run in found]
+        entries[key] = {
+            **dict(zip(names, key, strict=True)),
+            **found[0].identity(),
+            "model": results[0].model,
+            "seeds": sorted(result.seed for result in results),
+            "samples_per_second": over_seeds(result.samples_per_second for result in results),
+            "tokens_per_second": over_seeds(result.tokens_per_second for result in results),
+            "peak_memory_bytes": max(result.peak_memory_bytes or 0 for result in results) or None,
+        }
+    softmax = {(part, *rest): e for (part, _, *rest), e in reversed(entries.items()) if e["attention"] == SOFTMAX}
+    for (part, row, length, processes, machine), entry in entries.items():
+        alone = entries.get((part, row, length, 1, machine))
+        entry["efficiency"] = _ratio(entry, alone, processes)
+        entry["over_softmax"] = _ratio(entry, softmax.get((part, length, processes, machine)))
+    return list(entries.values())
 
 
-def _find(entries: Sequence[Mapping[str, Any]], like: Mapping[str, Any], **other: Any) -> Mapping[str, Any] | None:
-    """The entry that differs in these only; row None is softmax."""
-    keys = [key for key in ("part", "row", "length", "processes", "machine") if key not in other]
-    for entry in entries:
-        fits = all(entry[key] == like[key] for key in keys)
-        if "row" in other:
-            fits = fits and entry["attention"] == SOFTMAX
-        else:
-            fits = fits and all(entry[key] == value for key, value in other.items())
-        if fits:
-            return entry
-    return None
-
-
-def _ratio(entry: Mapping[str, Any], base: Mapping[str, Any] | None, times: int) -> float | None:
+def _ratio(entry: Mapping[str, Any], base: Mapping[str, Any] | None, times: int = 1) -> float | None:
     own = entry["tokens_per_second"]["mean"]
     theirs = base["tokens_per_second"]["mean"] if base else None
     return own / theirs / times if own and theirs else None
@@ -303,19 +278,15 @@ def _crossovers(speeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For tasks that were run at several lengths: from which on a row trains faster than softmax."""
     found = []
     for part, row, processes in _each((e["part"], e["row"], e["processes"]) for e in speeds):
-        rows = [
-            entry
-            for entry in speeds
-            if (entry["part"], entry["row"], entry["processes"]) == (part, row, processes) and entry["over_softmax"]
-        ]
+        same = [e for e in speeds if (e["part"], e["row"], e["processes"]) == (part, row, processes)]
+        rows = [entry for entry in same if entry["over_softmax"]]
         lengths = [entry["length"] for entry in rows]
         if len(set(lengths)) < 2 or rows[0]["attention"] == SOFTMAX:
             continue
         length, interpolated = measured_crossover(lengths, [entry["over_softmax"] for entry in rows])
-        mechanism = rows[0]["mechanism"]
         found.append(
             {
-                "part": part, "row": row, "mechanism": mechanism, "processes": processes, "length": length,
+                "part": part, "row": row, "mechanism": rows[0]["mechanism"], "processes": processes, "length": length,
                 "interpolated": interpolated, "lengths": lengths,
             }
         )  # fmt: skip

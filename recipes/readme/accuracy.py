@@ -1,15 +1,17 @@
 """The accuracy part, out of the comparisons in recipes/results, and the pictures on top."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from comparison.plots import pareto
-from comparison.report import DROPOUT, budget_of, not_learnt, overview_table, row_options, speed_of, stages, title_of
+from comparison.figures import pareto
 from comparison.summary import KIND, summarise
+from comparison.tables import DROPOUT, budget_of, not_learnt, overview_table, row_options, speed_of, stages, title_of
 
-from hf_rfattn.results import Block, Heading, Image, Paragraph, TaskResult, as_markdown, parse_result
+from hf_rfattn.results import Block, Heading, Image, Paragraph, Table, TaskResult, parse_result
 
-from .markdown import Documents, Page, table
+from .pages import Documents, Page
 
 # the folders of comparisons, and the commands that make them
 COMPARISONS = {
@@ -19,21 +21,16 @@ COMPARISONS = {
     "stories": "make compare CONFIG=stories DATA=stories MODELS=...",
 }
 SHORT = ("transfer", "stories")  # an encoder on many tasks and a decoder that needs its attention
-NOTHING = "Nothing has been compared yet."
+NOTHING = Paragraph("Nothing has been compared yet.")
 PICTURES = {"crossover.png": "from which length on it pays", "pareto.png": "what it costs in accuracy"}
 
 
-def whole(documents: Documents, page: Page) -> str:
+def whole(documents: Documents, page: Page) -> list[Block]:
     """Of each comparison: all tasks at a glance, what each step buys, accuracy against speed, speed alone."""
-    found = [
-        as_markdown(blocks, lambda image, name=name: page.address(f"{name}/{image}"))
-        for name in COMPARISONS
-        if (blocks := list(comparison(name, documents, page)))
-    ]
-    return "\n".join(found) or NOTHING
+    return [block for name in COMPARISONS for block in comparison(name, documents, page)] or [NOTHING]
 
 
-def short(documents: Documents, page: Page) -> str:
+def short(documents: Documents, page: Page) -> list[Block]:
     """All tasks at a glance, of the comparisons that tell most."""
     blocks: list[Block] = []
     for name in SHORT:
@@ -44,31 +41,34 @@ def short(documents: Documents, page: Page) -> str:
                 *map(Paragraph, not_learnt(summary)),
                 *([Paragraph(options)] if (options := row_options(summary)) else []),
             ]
-    return as_markdown(blocks) if blocks else NOTHING
+    return blocks or [NOTHING]
 
 
-def pictures(documents: Documents, page: Page) -> str:
+def pictures(documents: Documents, page: Page) -> list[Block]:
     """From which length on it pays, and what it costs in accuracy."""
     summary = summary_of("accuracy", documents)
     images = [block for block in comparison("accuracy", documents, page) if isinstance(block, Image)]
     if summary is None or not images:
-        return NOTHING
+        return [NOTHING]
     judged = [each["model"] for each in summary["accuracy"]]
     crossing = {each["part"] for each in summary["crossovers"]}
     timed = [f"{each['model']}, {each['machine']}" for each in summary["speed"] if each["part"] in crossing]
-    shown = sorted(images, key=lambda image: list(PICTURES).index(image.name))
-    return "\n".join(
-        [
-            table(
-                [PICTURES[image.name] for image in shown],
-                [[f"![{image.what}]({page.address(f'accuracy/{image.name}')})" for image in shown]],
-            ),
-            "",
-            f"Left: {' and '.join(dict.fromkeys(timed))}, in training. Right: "
-            f"{' and '.join(dict.fromkeys(judged))}, fine-tuned on short inputs and without attention transfer. What "
-            "transfer wins back stands under [accuracy](#accuracy), what longer inputs gain under [speed](#speed).",
-        ]
+    shown = sorted(images, key=lambda image: list(PICTURES).index(Path(image.name).name))
+    row = [f"![{image.what}]({page.address(image.name)})" for image in shown]
+    said = (
+        f"Left: {' and '.join(dict.fromkeys(timed))}, in training. Right: "
+        f"{' and '.join(dict.fromkeys(judged))}, fine-tuned on short inputs and without attention transfer. What "
+        "transfer wins back stands under [accuracy](#accuracy), what longer inputs gain under [speed](#speed)."
     )
+    return [Table("", [PICTURES[Path(image.name).name] for image in shown], [row], aligned=False), Paragraph(said)]
+
+
+def plots(documents: Documents) -> Iterator[tuple[Image, dict[str, Any]]]:
+    """Those that the pages show, and what they are drawn from."""
+    for name in COMPARISONS:
+        for block in comparison(name, documents, Page("")):
+            if isinstance(block, Image):
+                yield block, summary_of(name, documents) or {}
 
 
 def summary_of(name: str, documents: Documents) -> dict[str, Any] | None:
@@ -103,5 +103,9 @@ def comparison(name: str, documents: Documents, page: Page) -> Iterator[Block]:
     if not timed["speed"]:
         return
     if figure := pareto(summary):
-        yield Image("pareto.png", "Accuracy against training speed, a panel a task", lambda: figure)
-    yield from (block for block in speed_of(timed) if not isinstance(block, Heading))
+        yield Image(f"{name}/pareto.png", "Accuracy against training speed, a panel a task", lambda: figure)
+    for block in speed_of(timed):
+        if isinstance(block, Image):
+            yield replace(block, name=f"{name}/{block.name}")
+        elif not isinstance(block, Heading):
+            yield block

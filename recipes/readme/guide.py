@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from comparison.report import percent
+from comparison.tables import percent
+
+from hf_rfattn.results import Block, Bullets, Paragraph
 
 Document = Mapping[str, Any]
 
@@ -17,7 +19,7 @@ COMPARED = {
 }
 
 
-def guide(summary: Mapping[str, Any] | None, benchmarks: Sequence[Document]) -> str:
+def guide(summary: Mapping[str, Any] | None, benchmarks: Sequence[Document]) -> list[Block]:
     """`summary`: of the comparison with attention transfer. `benchmarks`: documents of `hf-rfattn bench`."""
     by_kind = {kind: [b for b in benchmarks if b["kind"] == f"bench {kind}"] for kind in ("ops", "model", "decode")}
     lines = [
@@ -26,7 +28,7 @@ def guide(summary: Mapping[str, Any] | None, benchmarks: Sequence[Document]) -> 
         *(_accuracy(summary) if summary else ()),
         *(line for document in by_kind["decode"][:1] for line in _decode(document)),
     ]
-    return "\n".join(f"- {line}" for line in lines) or "Nothing has been measured yet."
+    return [Bullets(lines) if lines else Paragraph("Nothing has been measured yet.")]
 
 
 def _layer(document: Document) -> Iterator[str]:

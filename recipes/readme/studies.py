@@ -2,11 +2,13 @@
 
 from typing import NamedTuple
 
+from hf_rfattn.results import Block, Bullets, Heading, Paragraph, Table
 from hf_rfattn.study import study_class
 
-from .markdown import Documents, Page, measured_on, table
+from .pages import Documents, Page, measured_on
 
 FOLDER = "studies"
+NOTHING = Paragraph("Nothing has been studied yet.")
 
 
 class Told(NamedTuple):
@@ -53,31 +55,31 @@ STUDIES = {
 }
 
 
-def whole(documents: Documents, page: Page) -> str:
+def whole(documents: Documents, page: Page) -> list[Block]:
     """All conclusions and all figures."""
-    parts = []
+    blocks: list[Block] = []
     for name, told in STUDIES.items():
         document = documents.get(f"{FOLDER}/{name}.json")
         if document is None:
             continue
-        parts.append(f"### {told.title}\n{told.question} `{_command(name)}`, on {measured_on(document)}.")
-        if told.note:
-            parts.append(told.note)
-        parts.append("\n".join(f"- {sentence}" for sentence in document["conclusions"]))
+        blocks.append(Heading(told.title, 3))
+        blocks.append(Paragraph(f"{told.question} `{_command(name)}`, on {measured_on(document)}."))
+        blocks += [Paragraph(told.note)] if told.note else []
+        blocks.append(Bullets(document["conclusions"]))
         for figure in study_class(name).figures(document):
             what = f"{told.title}: {figure.replace('_', ' ')}"
-            parts.append(f"![{what}]({page.address(f'{FOLDER}/{figure}.png')})")
-    return "\n\n".join(parts) or "Nothing has been studied yet."
+            blocks.append(Paragraph(f"![{what}]({page.address(f'{FOLDER}/{figure}.png')})"))
+    return blocks or [NOTHING]
 
 
-def short(documents: Documents, page: Page) -> str:
+def short(documents: Documents, page: Page) -> list[Block]:
     """What each asks, and one thing it found."""
     rows = [
         [f"`{_command(name)}`", told.question, documents[file]["conclusions"][told.finding]]
         for name, told in STUDIES.items()
         if (file := f"{FOLDER}/{name}.json") in documents
     ]
-    return table(["command", "question", "a finding"], rows) if rows else "Nothing has been studied yet."
+    return [Table("", ["command", "question", "a finding"], rows, aligned=False)] if rows else [NOTHING]
 
 
 def _command(name: str) -> str:

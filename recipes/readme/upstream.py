@@ -3,15 +3,17 @@
 from collections import Counter
 from typing import Any
 
-from .markdown import Documents, Page, made_by, table
+from hf_rfattn.results import Block, Paragraph, Table
+
+from .pages import Documents, Page, made_by
 
 RESULT = "upstream.json"
 
 
-def whole(documents: Documents, page: Page) -> str:
+def whole(documents: Documents, page: Page) -> list[Block]:
     """Tests that pass by model and mechanism, and those that fail by reason."""
     if RESULT not in documents:
-        return "Nothing has been tested yet."
+        return [Paragraph("Nothing has been tested yet.")]
     document = documents[RESULT]
     passed: Counter[tuple[str, str]] = Counter()
     counted: Counter[tuple[str, str]] = Counter()
@@ -25,15 +27,12 @@ def whole(documents: Documents, page: Page) -> str:
     models = [*dict.fromkeys(row["model"] for row in document["rows"]), "all"]
     reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
     tests = [[model, *(f"{passed[model, a]:,} of {counted[model, a]:,}" for a in attentions)] for model in models]
-    return "\n\n".join(
-        [
-            f"{made_by(document)} with {_tested(document)}:",
-            table(["tests that pass", *attentions], tests),
-            table(
-                ["tests that fail", *attentions], [[why, *(str(failed[why, a]) for a in attentions)] for why in reasons]
-            ),
-        ]
-    )
+    why_not = [[why, *(str(failed[why, a]) for a in attentions)] for why in reasons]
+    return [
+        Paragraph(f"{made_by(document)} with {_tested(document)}:"),
+        Table("", ["tests that pass", *attentions], tests, aligned=False),
+        Table("", ["tests that fail", *attentions], why_not, aligned=False),
+    ]
 
 
 def _tested(document: dict[str, Any]) -> str:

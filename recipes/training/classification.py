@@ -10,10 +10,13 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from hf_rfattn.results import Metric
+
 from .data import check_labels, check_scores, check_texts, find_source, load_split, take
+from .metrics import GLUE, glue
 from .models import choose_length, collator, load_config, load_model, load_tokenizer
 from .options import RunOptions
-from .task import Metric, Prepared, Task
+from .task import Prepared, Task
 
 USUAL_LENGTH = 128
 
@@ -36,7 +39,6 @@ class ClassificationTask(Task[RunOptions]):
     text_task: TextTask
     hub_name: str
     hub_config: str | None
-    metric: Any  # an `evaluate` module
     drop_unlabelled = False  # SNLI marks pairs without a gold label by -1
 
     def prepare(self) -> Prepared:
@@ -96,9 +98,10 @@ class ClassificationTask(Task[RunOptions]):
         }
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        values, references = self.metric.compute(**predictions), predictions["references"]
+        references = predictions["references"]
+        values = self.measure(predictions["predictions"], references)
         constants = [
-            self.metric.compute(predictions=torch.full_like(references, answer), references=references)
+            self.measure(torch.full_like(references, answer), references)
             for answer in range(max(1, len(self.text_task.labels)))
         ]
         return {
@@ -107,6 +110,13 @@ class ClassificationTask(Task[RunOptions]):
             )
             for name, value in values.items()
         }
+
+    def measure(self, predictions: Tensor, references: Tensor) -> dict[str, float]:
+        return glue(self.name, predictions.numpy(), references.numpy())
+
+    @property
+    def main_metric(self) -> str:  # type: ignore[override]
+        return GLUE[self.name][-1]
 
     def metric_name(self, name: str, split: str) -> str:
         """Metrics of a second split carry its name: accuracy_mismatched."""

@@ -31,6 +31,10 @@ class Source:
     def is_sample(self) -> bool:
         return self.name == SAMPLE
 
+    def document(self, split: str, fingerprint: str) -> dict[str, Any]:
+        """For result files."""
+        return {"name": self.name, "config": self.config, "split": split, "fingerprint": fingerprint}
+
 
 def find_source(data: str | None, hub_name: str, config: str | None, schema: str, name: str | None) -> Source:
     """What `--data` means. A folder is one if it exists or looks like a path."""

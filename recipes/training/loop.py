@@ -1,29 +1,29 @@
 """The training loop that all recipes share."""
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hf_rfattn
+from hf_rfattn.results import Metric
 
-from .batches import ShareOfBatches, TrainingOrder
-from .distill import Teacher
-from .evaluation import evaluate
-from .meter import Meter, peak_memory
+from .evaluation import as_document, as_text, evaluate
 from .optimizer import rate_factor, set_learning_rate
-from .output import MODEL, forget_other_bests, keep_best, save_best, save_model
-from .progress import Progress
-from .state import RunProgress, save_state
-from .task import Metric, Prepared, Task
+from .order import ShareOfBatches, TrainingOrder
+from .output import MODEL
+from .saving import RunProgress, forget_other_bests, keep_best, save_best, save_model, save_state
+from .session import Session
+from .task import Prepared, Task
+from .teaching import Teacher
 
 UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
 
@@ -32,25 +32,25 @@ UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
 class Loop:
     """One run of training.
 
-    `model` and `optimizer` are as accelerate has prepared them. `progress` says where to begin, and is kept up to date.
+    `model` and `optimizer` become what accelerate prepares of them. `started`: `time.perf_counter()` when this process
+    began. `found`: what the result file says of the run besides its progress.
     """
 
-    accelerator: Accelerator
+    session: Session
     task: Task
     prepared: Prepared
-    model: nn.Module
-    optimizer: Any
     order: TrainingOrder
     steps: int
-    evaluation: Mapping[str, DataLoader]
-    output: Path
-    tell: Progress
-    progress: RunProgress
-    started: float  # time.perf_counter() of this process's begin
-    teacher: Teacher | None = None
+    model: nn.Module
+    optimizer: Any
+    teacher: Teacher | None
+    started: float
+    found: dict[str, Any]
+    evaluation: Mapping[str, DataLoader] = field(default_factory=dict)
+    progress: RunProgress = field(default_factory=RunProgress)
 
     def __post_init__(self) -> None:
-        self.options = self.task.options
+        self.options, self.output, self.accelerator = self.task.options, self.session.output, self.session.accelerator
         self.meter = Meter(self.accelerator.device)
         self._loss = torch.zeros((), device=self.accelerator.device)  # summed since it was last read
         self._unread = 0
@@ -60,13 +60,15 @@ class Loop:
         progress, first = self.progress, self.progress.step
         self.model.train()
         batches = self._batches()
-        with self.tell.phase("training", self.steps, first) as advance:
+        with self.session.bar("training", self.steps, first) as bar:
             while progress.step < self.steps and not progress.stopped_early:
                 if progress.step - first == UNTIMED_STEPS:
                     self.meter.start()
                 self._step(batches)
                 progress.step += 1
-                advance(self._read_loss() if progress.step % self.options.log_every == 0 else "")
+                if progress.step % self.options.log_every == 0:
+                    bar.set_postfix_str(self._read_loss(), refresh=False)
+                bar.update()
                 self._between_steps()
         self._settle()
 
@@ -120,7 +122,7 @@ class Loop:
             collate_fn=self.prepared.collate,
             num_workers=options.workers,
             pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator().manual_seed(0),  # or making the iterator would throw the global dice
+            generator=torch.Generator().manual_seed(0),  # or the iterator would draw from the global one
         )
         for batch in loader:
             self.meter.count(batch)
@@ -176,17 +178,14 @@ class Loop:
 
     def _evaluate(self) -> None:
         progress, main = self.progress, self.task.main_metric
-        metrics = evaluate(self.accelerator, self.task, self.prepared, self.model, self.evaluation, self.tell)
+        metrics = evaluate(self.session, self.task, self.prepared, self.model, self.evaluation)
         loss = progress.loss_sum / max(1, progress.loss_steps)
         progress.loss_sum, progress.loss_steps = 0.0, 0
         best = progress.best
-        progress.history.append(
-            {"step": progress.step, "train_loss": loss, "metrics": {k: m.to_dict() for k, m in metrics.items()}}
-        )
+        progress.history.append({"step": progress.step, "train_loss": loss, "metrics": as_document(metrics)})
         self.accelerator.log({f"eval/{k}": m.value for k, m in metrics.items()}, step=progress.step)
-        shown = "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items())
-        self.tell.say(f"step {progress.step}: {shown}  (training loss {loss:.4f})")
-        if best is None or metrics[main].better_than(Metric(**best["metrics"][main])):
+        self.session.say(f"step {progress.step}: {as_text(metrics)}  (training loss {loss:.4f})")
+        if best is None or is_better(metrics[main], best["metrics"][main]["value"]):
             progress.best_step, progress.evaluations_since_best = progress.step, 0
             if self.options.keep == "best":
                 save_best(self.accelerator, self.model, self.prepared, self.output, progress.step)
@@ -212,3 +211,60 @@ class Loop:
         now = time.perf_counter()
         progress.wall_seconds += now - self.started
         self.started = now
+
+
+def is_better(metric: Metric, value: float) -> bool:
+    return metric.value < value if metric.lower_is_better else metric.value > value
+
+
+class Meter:
+    """How fast a process trains: seconds, samples and tokens of its steps, without evaluation and saving."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count from nothing, when it is started."""
+        self._seconds = 0.0
+        self.samples = self.tokens = self.padded_tokens = 0
+        self._since: float | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._since is not None
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Waits for what the device still has to do, which belongs to the time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._seconds, self._since = self.seconds, None
+
+    def count(self, batch: Mapping[str, Tensor]) -> None:
+        """One batch on the CPU. Tokens that only fill up rows are counted apart."""
+        if self.running:
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
+            self.samples += len(ids)
+            self.padded_tokens += ids.numel()
+            self.tokens += ids.numel() if mask is None else int(mask.sum())
+
+
+def peak_memory(device: torch.device) -> int:
+    """Highest memory of this process so far: on a GPU what tensors took there, else what the process held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage also counts what the launching process held before
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

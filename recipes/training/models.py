@@ -1,36 +1,29 @@
 """Loading a model and its tokenizer for a task, and giving the model its attention."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn import commands
+from hf_rfattn.commands import longest_input
 
-from .batches import PadBatch
-from .options import RunOptions
+from .options import CommonOptions, RunOptions, mechanism_options
 
 
 def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
-    """The model's config with what the task changes in it."""
+    """The model's config with what the task changes in it; that of --init, if there is one."""
     if options.model is None:
         raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
-    config = _read_config("--model", options.model, changes)
-    return config if options.init is None else _converted_config(options, config, changes)
-
-
-def _read_config(option: str, name: str, changes: dict[str, Any]) -> PreTrainedConfig:
-    try:
-        return commands.load_config(name, **changes)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from error
-
-
-def _converted_config(options: RunOptions, base: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
-    """That of --init, which must be the model of --model in all but its attention."""
-    config = _read_config("--init", str(options.init), changes)
+    base = read_config("--model", options.model, **changes)
+    if options.init is None:
+        return base
+    config = read_config("--init", options.init, **changes)
     if getattr(config, "rfattn", None) is None:
         raise ValueError(f"--init {options.init!r} is not a converted checkpoint: nothing in it is patched.")
     for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
@@ -42,14 +35,33 @@ def _converted_config(options: RunOptions, base: PreTrainedConfig, changes: dict
     return config
 
 
-def load_tokenizer(options: RunOptions) -> PreTrainedTokenizerBase:
+def read_config(option: str, name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a model in a folder or on the Hub, with some fields changed."""
+    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"{option}: There is no folder {name!r}.")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: {name!r} is not a model that can be read. {first_paragraph(error)}") from error
+
+
+def first_paragraph(error: Exception) -> str:
+    """The first paragraph of a long message, in one line.
+
+    >>> first_paragraph(ValueError("This is\\n wrong.\\n\\nAnd so on."))
+    'This is wrong.'
+    """
+    return " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
+
+
+def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
     """A fast tokenizer with a padding token."""
     name = options.tokenizer or options.model
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} has no tokenizer that can be read: {commands.first_paragraph(error)} Give --tokenizer."
+            f"{name!r} has no tokenizer that can be read: {first_paragraph(error)} Give --tokenizer."
         ) from error
     if not tokenizer.is_fast:
         raise ValueError(f"The tokenizer of {name!r} has no fast version, which the recipes need.")
@@ -74,8 +86,16 @@ def load_model(
     try:
         model = auto_class.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
     except OSError as error:
-        raise ValueError(f"{name!r} cannot be read: {commands.first_paragraph(error)}") from error
+        raise ValueError(f"{name!r} cannot be read: {first_paragraph(error)}") from error
     return ready_to_train(model, tokenizer)
+
+
+def load_base(options: CommonOptions) -> PreTrainedModel:
+    """The model as it is, of the class it was saved from."""
+    config = read_config("--model", str(options.model))
+    found = [getattr(transformers, name, None) for name in config.architectures or ()]
+    classes = [cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    return (classes or [transformers.AutoModel])[0].from_pretrained(options.model, config=config)
 
 
 def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -91,20 +111,21 @@ def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def has_new_head(model: PreTrainedModel, options: RunOptions) -> bool:
     """Whether --model had no head for the task, so that it got one with random weights."""
-    known = None if options.model is None else commands.load_config(options.model).architectures
+    known = None if options.model is None else read_config("--model", options.model).architectures
     return type(model).__name__ not in (known or ())
 
 
-def set_attention(model: PreTrainedModel, options: RunOptions) -> None:
+def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
     """Patch or unpatch as --attention says; without it the model stays as it is."""
     if options.attention is None:
         return
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
         return
-    config = commands.parse_attention(options.attention, options.attention_options)
-    if options.redraw_every and getattr(config, "redraw_interval", None):
+    given = mechanism_options(options.attention_options)
+    if getattr(options, "redraw_every", None) and given.get("redraw_interval"):
         raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
+    config = hf_rfattn.resolve_config({"mechanism": options.attention, **given})
     hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
 
 
@@ -127,7 +148,7 @@ def mechanism_parameters(model: nn.Module) -> set[str]:
 
 def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
     """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
-    limit = commands.longest_input(model)
+    limit = longest_input(model)
     if wanted is None:
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
@@ -136,6 +157,33 @@ def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int
             f"the model more first: hf_rfattn.extend_positions(model, {wanted}), save_pretrained, then --model."
         )
     return wanted
+
+
+@dataclass(frozen=True)
+class PadBatch:
+    """Rows of token lists → tensors, as long as the longest row, padded on the right.
+
+    `padding`: the value that fills each column. Columns that are not in it are numbers, one a row. The right, whatever
+    the tokenizer's side: encoders classify by the first column, decoders by the last token that is not padding, and
+    both count positions from the first column.
+    """
+
+    padding: dict[str, int]
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch: dict[str, Tensor] = {}
+        for name in rows[0]:
+            if name == "length":  # examples are grouped by it; models do not read it
+                continue
+            if name in self.padding:
+                filled = torch.full((len(rows), longest), self.padding[name])
+                for i, row in enumerate(rows):
+                    filled[i, : len(row[name])] = torch.as_tensor(row[name])
+                batch[name] = filled
+            else:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, **others: int) -> PadBatch:

@@ -1,6 +1,10 @@
 """The fields of a run: on the command line, or in a YAML or JSON file, or both (the command line wins)."""
 
 import dataclasses
+import difflib
+import json
+import math
+import re
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -11,10 +15,19 @@ from typing import Any, Literal, NoReturn, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from hf_rfattn.commands import option_value
-from hf_rfattn.mechanisms.config import did_you_mean
+Options = TypeVar("Options", bound="CommonOptions")
 
-Options = TypeVar("Options", bound="RunOptions")
+
+AT_LEAST_1 = (
+    "max_length", "batch_size", "save_every", "redraw_every", "max_train_samples", "max_eval_samples", "max_samples",
+    "max_steps", "steps", "accumulate", "eval_batch_size", "lora_rank", "evaluate_every", "early_stop", "log_every",
+    "patience",
+)  # fmt: skip
+AT_LEAST_0 = (
+    "seed", "transfer_steps", "workers", "transfer_parts", "weight_decay", "warmup", "max_gradient_norm",
+    "distill_hidden", "parts", "divergence",
+)  # fmt: skip
+ABOVE_0 = ("epochs", "learning_rate", "mechanism_learning_rate", "transfer_learning_rate", "distill_temperature")
 
 
 def described(help: str, default: Any = None) -> Any:
@@ -22,13 +35,23 @@ def described(help: str, default: Any = None) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@dataclass(kw_only=True)
-class RunOptions:
-    """What every recipe knows. Recipes derive from it and add their own fields."""
+def check_bounds(options: Any) -> None:
+    """Of the numbers in the lists above, those that these options have."""
+    for names, least, text in ((AT_LEAST_1, 1, "at least 1"), (AT_LEAST_0, 0, "at least 0"), (ABOVE_0, 0, "above 0")):
+        for name in names:
+            value = getattr(options, name, None)
+            if value is None:
+                continue
+            if not least <= value < math.inf or (value == 0 and names is ABOVE_0):
+                raise ValueError(f"{flag(name)} must be {text}, not {value}.")
 
-    # the model
-    model: str | None = described("A model's folder, or its name on the Hub.")
-    model_name: str | None = described("What result files call the model; a folder is called by its own name.")
+
+@dataclass(kw_only=True)
+class CommonOptions:
+    """What every recipe knows, whether it trains or not."""
+
+    model: str | None = described("Folder of the model, or its name on the Hub.")
+    model_name: str | None = described("Name of the model in result files; by default that of the folder.")
     model_license: str | None = described("Licence of the base model as the Hub spells it, for result files.")
     tokenizer: str | None = described("Folder or name of the tokenizer, if it is not the model's.")
     attention: str | None = described(
@@ -38,110 +61,95 @@ class RunOptions:
         default_factory=list,
         metadata={"help": "Options of the mechanism, NAME=VALUE each: num_features=128 projection=hadamard."},
     )
-    layers: str | None = described("Which layers get the mechanism, as in 0-5 or 0-2,7; the others stay softmax.")
-    redraw_every: int | None = described("Give random features a new draw every so many steps.")
-    init: str | None = described(
-        "A converted checkpoint of --model to begin with, as recipes/convert.py writes it, with its attention."
+    layers: str | None = described("Layers that get the mechanism, as in 0-5 or 0-2,7; the others stay softmax.")
+    data: str | None = described(
+        "A data set's name on the Hub, or a folder of parquet, json or csv files named by split, or 'sample'."
     )
-    transfer_steps: int = described(
-        "Before training, teach the mechanisms to imitate softmax on the training inputs, for so many steps.", 0
-    )
-    transfer_learning_rate: float | None = described("Highest learning rate of that. Default: that of convert.")
+    data_name: str | None = described("Name of the data in result files; by default that of the folder.")
+    max_length: int | None = described("Longest sequence in tokens; longer text is truncated.")
+    batch_size: int = described("Examples per step, over all processes.", 32)
+    seed: int = described("Random seed.", 0)
+    save_every: int | None = described("Steps between states that --resume can continue from.")
+    resume: bool = described("Continue from the last state in the output folder, if there is one.", False)
+    overwrite: bool = described("Delete what an earlier run has left in the output folder.", False)
+    push_to_hub: str | None = described("Publish the model with its card when done, as in me/name.")
+    output: str = described("Folder for model, states and result.json.", "out")
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.resume and self.overwrite:
+            raise ValueError("--resume continues what --overwrite would delete; give one of them.")
+
+
+@dataclass(kw_only=True)
+class RunOptions(CommonOptions):
+    """What every training recipe knows. Recipes derive from it and add their own fields."""
+
+    # the model
+    redraw_every: int | None = described("Draw new random features every so many steps.")
+    init: str | None = described("A converted checkpoint of --model to start from, as recipes/convert.py writes it.")
+    transfer_steps: int = described("Steps of attention transfer on the training inputs before training.", 0)
+    transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
     transfer_parts: float | None = described(
-        "Weight of a second loss there, that far fields imitate softmax by themselves. Default: that of convert."
+        "Weight of a second transfer loss, that far fields imitate softmax by themselves."
     )
 
     # the data
-    data: str | None = described(
-        "A data set's name on the Hub, a folder of parquet, json or csv files named by split, or 'sample'. Default: "
-        "the task's own on the Hub."
-    )
-    data_name: str | None = described("What result files call the data; a folder is called by its own name.")
     eval_split: str | None = described("The split to evaluate on, if it is not the task's own.")
-    max_train_samples: int | None = described("Train on so many examples, the same for every seed.")
-    max_eval_samples: int | None = described("Evaluate on so many examples, the same for every seed.")
-    max_length: int | None = described("Longest sequence in tokens; longer text is cut or windowed.")
+    max_train_samples: int | None = described("Number of training examples, the same for every seed.")
+    max_eval_samples: int | None = described("Number of evaluation examples, the same for every seed.")
 
     # training
     epochs: float = described("Passes over the training data.", 3.0)
     max_steps: int | None = described("Optimizer steps, instead of epochs.")
-    batch_size: int = described("Examples an optimizer step sees, over all processes.", 32)
-    accumulate: int = described("In how many passes a process works through its share of a batch.", 1)
+    accumulate: int = described("Gradient accumulation steps.", 1)
     eval_batch_size: int = described("Examples a process evaluates at once.", 64)
-    learning_rate: float = described("Highest learning rate of the model's own weights.", 5e-5)
-    mechanism_learning_rate: float | None = described("The same for parameters of mechanisms. Default: the model's.")
-    weight_decay: float = described("Of matrices; biases, norms and parameters of mechanisms have none.", 0.01)
+    learning_rate: float = described("Peak learning rate of the model's own weights.", 5e-5)
+    mechanism_learning_rate: float | None = described("The same for parameters of mechanisms.")
+    weight_decay: float = described("Of matrices; biases, norms and mechanisms have none.", 0.01)
     warmup: float = described("Steps of warm-up, or a share of all steps if below 1.", 0.06)
-    scheduler: Literal["linear", "cosine", "constant"] = described("How the rate goes on after warm-up.", "linear")
-    max_gradient_norm: float = described("Longer gradients are shortened to this; 0 leaves them alone.", 1.0)
+    scheduler: Literal["linear", "cosine", "constant"] = described("Learning rate schedule after warm-up.", "linear")
+    max_gradient_norm: float = described("Clip gradients to this norm; 0 does not clip.", 1.0)
     distill: str | None = described(
         "Also learn from the logits of a softmax model: its folder or name, or 'self', --model before training."
     )
-    distill_weight: float = described("Share of that in the loss; the rest is the task's.", 0.5)
-    distill_temperature: float = described("By which logits are divided before they are compared.", 2.0)
+    distill_weight: float = described("Share of distillation in the loss; the rest is the task's.", 0.5)
+    distill_temperature: float = described("Temperature of the logits that are compared.", 2.0)
     distill_hidden: float = described("Weight of a further loss, the relative error of hidden states.", 0.0)
     lora_rank: int | None = described(
-        "Train matrices of this rank beside those of the model (LoRA), and mechanisms and head as they are; the model "
-        "that is saved is a plain one."
+        "Train LoRA adapters of this rank, mechanisms and head; adapters are merged into the saved model."
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = described("Default: what accelerate's config says.")
-    gradient_checkpointing: bool = described("Compute activations twice to keep fewer of them.", False)
-    group_by_length: bool = described("Put examples of like length into one batch: less padding.", False)
-    seed: int = described("Of new weights, random features, data order and dropout.", 0)
-    workers: int = described("Processes that load data beside each training process.", 0)
+    gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
+    group_by_length: bool = described("Batch examples of similar length: less padding.", False)
+    workers: int = described("Data loading processes of each training process.", 0)
 
     # evaluation, saving, reporting
-    evaluate_first: bool = described("Evaluate before training too: patched, and after --transfer-steps.", False)
-    evaluate_every: int | None = described("Steps between evaluations. Default: once an epoch. The end always is one.")
+    evaluate_first: bool = described("Also evaluate before training: patched, and after --transfer-steps.", False)
+    evaluate_every: int | None = described("Steps between evaluations. Default: once an epoch.")
     keep: Literal["best", "last"] = described("Which model is kept: the best of all evaluations, or the last.", "last")
-    early_stop: int | None = described("Stop after so many evaluations without improvement; keeps the best.")
-    save_every: int | None = described("Steps between states that --resume can go on from.")
-    resume: bool = described(
-        "Go on from the last state in the output folder, or from the start if there is none.", False
-    )
-    overwrite: bool = described("Delete what an earlier run has left in the output folder.", False)
+    early_stop: int | None = described("Stop after so many evaluations without improvement; keep the best.")
     log_every: int = described("Steps between readings of the loss.", 10)
     report_to: Literal["tensorboard", "trackio", "wandb"] | None = described("Also send readings to this tracker.")
-    push_to_hub: str | None = described("Publish the model with its card there when done, as in me/name.")
-    output: str = described("Folder for model, states and result.json.", "out")
 
     def __post_init__(self) -> None:
-        at_least = {"batch_size": 1, "accumulate": 1, "eval_batch_size": 1, "log_every": 1, "workers": 0, "seed": 0}
-        at_least |= {"transfer_steps": 0, "lora_rank": 1}
-        for name in ("max_train_samples", "max_eval_samples", "max_length", "max_steps", "redraw_every"):
-            at_least[name] = 1
-        for name in ("evaluate_every", "early_stop", "save_every"):
-            at_least[name] = 1
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{flag(name)} must be at least {least}, not {value}.")
-        rates = ("learning_rate", "mechanism_learning_rate", "transfer_learning_rate")
-        for name in ("epochs", *rates, "distill_temperature"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{flag(name)} must be above 0, not {value}.")
-        for name in ("weight_decay", "warmup", "max_gradient_norm", "transfer_parts", "distill_hidden"):
-            if not 0 <= (getattr(self, name) or 0) < float("inf"):
-                raise ValueError(f"{flag(name)} must not be negative, not {getattr(self, name)}.")
+        super().__post_init__()
         if self.eval_split == "train":
             raise ValueError("--eval-split train: the model is trained on it.")
-        if self.resume and self.overwrite:
-            raise ValueError("--resume goes on with what --overwrite would delete; give one of them.")
         if self.attention in (None, "softmax"):
             for name in ("attention_options", "layers", "redraw_every"):
                 if getattr(self, name) and self.attention == "softmax":
                     raise ValueError(f"{flag(name)} belongs to a mechanism, but --attention is softmax.")
                 if getattr(self, name) and name != "redraw_every":
                     raise ValueError(f"{flag(name)} needs --attention, the mechanism that it belongs to.")
-            if self.attention == "softmax" and self.push_to_hub:
-                raise ValueError("--push-to-hub publishes patched models, but --attention is softmax.")
+        if self.attention == "softmax" and self.push_to_hub:
+            raise ValueError("--push-to-hub publishes patched models, but --attention is softmax.")
+        if self.attention == "softmax" and self.transfer_steps:
+            raise ValueError("--transfer-steps teaches a mechanism, but --attention is softmax.")
         if self.init is not None and self.attention is not None:
             raise ValueError("--init brings its attention with it; leave --attention out.")
         if self.init is not None and self.model is None:
             raise ValueError("--init needs --model too, the model that was converted.")
-        if self.transfer_steps and self.attention == "softmax":
-            raise ValueError("--transfer-steps teaches a mechanism, but --attention is softmax.")
         if not 0 < self.distill_weight <= 1:
             raise ValueError(f"--distill-weight is a share, above 0 and at most 1, not {self.distill_weight}.")
         if self.distill_hidden and self.distill is None:
@@ -174,12 +182,12 @@ def parse_options(options: type[Options], arguments: Sequence[str] | None = None
     )
     parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
-        names = [f.name for f in dataclasses.fields(options)]
-        raise ValueError(f"Unknown option {unknown[0]!r}{_nearest(unknown[0], names)}. --help explains every option.")
+        hint = did_you_mean(unknown[0].partition("=")[0], [flag(f.name) for f in dataclasses.fields(options)])
+        raise ValueError(f"Unknown option {unknown[0]!r}{hint}. --help explains every option.")
     return parsed
 
 
-def file_as_arguments(options: type[RunOptions], path: Path) -> list[str]:
+def file_as_arguments(options: type[CommonOptions], path: Path) -> list[str]:
     """A file's fields as the command line would give them, so that both are checked alike."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
@@ -192,7 +200,7 @@ def file_as_arguments(options: type[RunOptions], path: Path) -> list[str]:
     return fields_as_arguments(options, document, str(path))
 
 
-def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], where: str) -> list[str]:
+def fields_as_arguments(options: type[CommonOptions], fields: Mapping[str, Any], where: str) -> list[str]:
     """
     >>> fields_as_arguments(RunOptions, {"batch-size": 8, "attention_options": {"bandwidth": 4}}, "here")
     ['--batch_size=8', '--attention_options', 'bandwidth=4']
@@ -202,11 +210,12 @@ def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], wh
     for key, value in fields.items():
         name = str(key).replace("-", "_")
         if name not in kinds:
-            raise ValueError(f"{where}: unknown field {key!r}{_nearest(name, list(kinds))}; known: {', '.join(kinds)}.")
+            hint = did_you_mean(flag(name), list(map(flag, kinds)))
+            raise ValueError(f"{where}: unknown field {key!r}{hint}; known: {', '.join(kinds)}.")
         if value is None:
             continue
         if isinstance(value, dict):
-            value = [f"{k}={option_value(v)}" for k, v in value.items()]
+            value = assignments(value)
         if not isinstance(value, list):
             words.append(f"--{name}={value}")
         elif value:
@@ -214,12 +223,41 @@ def fields_as_arguments(options: type[RunOptions], fields: Mapping[str, Any], wh
     return words
 
 
-def _nearest(word: str, names: list[str]) -> str:
-    """A hint at the option that was meant: the one with these initials, or the most similar.
+def assignments(options: Mapping[str, Any]) -> list[str]:
+    """Options of a mechanism as the command line takes them.
 
-    >>> _nearest("--lr", ["layers", "learning_rate"]), _nearest("--batchsize=3", ["batch_size"])
-    (" (did you mean '--learning-rate'?)", " (did you mean '--batch-size'?)")
+    >>> assignments({"normalizer": "joint", "far": ["elu"]})
+    ['normalizer=joint', 'far=["elu"]']
     """
-    given = word.lstrip("-").partition("=")[0]
-    meant = [name for name in names if "".join(part[0] for part in name.split("_")) == given.lower()]
-    return did_you_mean(flag(meant[0] if meant else given), [flag(name) for name in names])
+    return [f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in options.items()]
+
+
+def mechanism_options(words: Sequence[str]) -> dict[str, Any]:
+    """The same read again: values in JSON or plain text.
+
+    >>> mechanism_options(["normalizer=joint", "bandwidth=8"])
+    {'normalizer': 'joint', 'bandwidth': 8}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{word!r} is not an option; write NAME=VALUE, for example num_features=128.")
+        if name in found:
+            raise ValueError(f"{name!r} is given twice.")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def did_you_mean(word: str, names: Sequence[str]) -> str:
+    """A hint at the name that was meant, if one is near: the one with these initials, or the most similar.
+
+    >>> did_you_mean("--lr", ["--layers", "--learning-rate"]), did_you_mean("seeds", ["seed"])
+    (" (did you mean '--learning-rate'?)", " (did you mean 'seed'?)")
+    """
+    initials = {"".join(part[0] for part in re.findall(r"[a-z]+", name)): name for name in reversed(names)}
+    close = [initials[word.strip("-")]] if word.strip("-") in initials else difflib.get_close_matches(word, names, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,8 +1,9 @@
-"""The folder of a run: whether it may be used, what a resumed run must have in common with it, and kept models.
+"""The folder of a run: whether it may be used, and what a resumed run must have in common with it.
 
 OUTPUT/run.json       the options of the run
 OUTPUT/state/         states, while the run is not finished
 OUTPUT/best/          the best model so far, likewise
+OUTPUT/transfer/      the state of attention transfer, likewise
 OUTPUT/.tokenizer/    the tokenizer that --from-scratch has trained, likewise
 OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
 OUTPUT/result.json    written last: it is there if and only if the run is finished
@@ -16,20 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from filelock import FileLock, Timeout
-from torch import nn
 
 from hf_rfattn.commands import in_bytes
 from hf_rfattn.results import write_result
 
-from .lora import without_adapters
 from .options import RunOptions, flag
-from .state import STATES, flush, latest_state, whole_folder
-from .task import Prepared
-from .transfer import TRANSFER
 
 RUN, MODEL, BEST, RESULT = "run.json", "model", "best", "result.json"
+STATES, PARTIAL, TRANSFER = "state", "partial-", "transfer"
 TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
 LOCK = ".lock"
 # what may differ between a run and its continuation, since it does not change what is learnt
@@ -93,7 +89,7 @@ def check_same_run(path: Path, options: RunOptions) -> None:
     """A run goes on with the options it began with."""
     if not path.exists():
         return
-    before, now = read_run(path), as_document(options)
+    before, now = read_run(path), dataclasses.asdict(options)
     name = first_difference(before, now)
     if name is not None:
         raise ValueError(
@@ -107,8 +103,9 @@ def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str |
     return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
 
 
-def as_document(options: RunOptions) -> dict[str, Any]:
-    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+def latest_state(output: Path) -> Path | None:
+    """The last complete state in a run's folder."""
+    return max((output / STATES).glob("step-*"), default=None)
 
 
 def how_to_continue(output: Path) -> str:
@@ -143,7 +140,7 @@ def open_output(options: RunOptions, lock: FileLock) -> None:
         for name in (STATES, BEST, MODEL, TRANSFER):
             shutil.rmtree(output / name, ignore_errors=True)
         (output / RESULT).unlink(missing_ok=True)
-    write_result(as_document(options), output / RUN)
+    write_result(dataclasses.asdict(options), output / RUN)
 
 
 def check_shared(output: Path) -> None:
@@ -166,43 +163,3 @@ def check_space(output: Path, parameters: int, options: RunOptions) -> None:
         )
     if not os.access(there, os.W_OK):
         raise ValueError(f"--output {options.output}: {there} is not writable.")
-
-
-def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, target: Path) -> None:
-    """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        weights = without_adapters(accelerator.unwrap_model(model), weights)
-        for name, source in prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
-            if source in weights:
-                weights[name] = weights[source]
-        with whole_folder(target) as partial:
-            with prepared.config_as_it_was():
-                accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
-            prepared.tokenizer.save_pretrained(partial)
-    accelerator.wait_for_everyone()
-
-
-def save_best(accelerator: Accelerator, model: nn.Module, prepared: Prepared, output: Path, step: int) -> None:
-    """Under the name of its step: the best before it stays until a state knows of this one."""
-    (output / BEST).mkdir(exist_ok=True)
-    save_model(accelerator, model, prepared, _best(output, step))
-
-
-def forget_other_bests(output: Path, step: int | None) -> None:
-    for folder in (output / BEST).glob("step-*"):
-        if step is None or folder != _best(output, step):
-            shutil.rmtree(folder)
-
-
-def keep_best(output: Path, step: int) -> None:
-    """Make the best model the one that is kept. If it is not there, a run that was killed had got this far."""
-    if _best(output, step).exists():
-        shutil.rmtree(output / MODEL, ignore_errors=True)
-        os.rename(_best(output, step), output / MODEL)
-        flush(output)
-    shutil.rmtree(output / BEST, ignore_errors=True)
-
-
-def _best(output: Path, step: int) -> Path:
-    return output / BEST / f"step-{step:08}"

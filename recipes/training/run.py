@@ -1,248 +1,207 @@
-"""A recipe from its command line to its result file."""
+"""A training recipe from its command line to its result file: prepare, train, finish."""
 
-import importlib.util
+import dataclasses
 import math
-import os
-import shutil
-import sys
 import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import datasets
-import torch
-import transformers
-from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
-from accelerate.utils import GradientAccumulationPlugin, set_seed
-from filelock import FileLock
-from huggingface_hub import get_token
-from huggingface_hub.utils import validate_repo_id
-from torch.utils.data import DataLoader
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
 import hf_rfattn
-from hf_rfattn.commands import disk_is_full
-from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.folder import needs_calibration
-from hf_rfattn.results import RESULTS, STAGES, without_folders, write_result
+from hf_rfattn.results import STAGES
 
-from .batches import TrainingOrder, check_share
-from .distill import make_teacher
-from .evaluation import evaluate, evaluation_loaders
+from .data import fingerprint
+from .evaluation import as_document, as_text, evaluate, evaluation_loaders
 from .loop import Loop
-from .lora import add_adapters
+from .messages import errors_as_messages
 from .models import attention_of, mechanism_parameters, set_attention
 from .optimizer import make_optimizer
 from .options import RunOptions, parse_options
-from .output import (
-    MODEL,
-    RESULT,
-    TOKENIZER,
-    check_output,
-    check_shared,
-    check_space,
-    how_to_continue,
-    open_output,
-    output_lock,
-)
-from .progress import Progress
-from .results import begin_result, finish_result
-from .state import PARTIAL, STATES, RunProgress, latest_state, load_state
+from .order import TrainingOrder, check_share
+from .output import TRANSFER, check_space, latest_state
+from .saving import RunProgress, load_state
+from .session import Session, in_session
 from .task import Prepared, Task
-from .transfer import TRANSFER, model_inputs, recorded_transfer, transfer, transfer_document
+from .teaching import (
+    Inputs,
+    add_adapters,
+    make_teacher,
+    model_inputs,
+    recorded_transfer,
+    transfer,
+    transfer_document,
+)
 
 Options = TypeVar("Options", bound=RunOptions)
 ERROR_EXAMPLES = 8  # of a batch on which the error against softmax is measured
+BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", "max_gradient_norm")
+WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # every process has the whole model
 
 
 def main(task: type[Task[Options]], options: type[Options], description: str) -> None:
     """The `main` of a recipe."""
-    with told_at_once():
+    with errors_as_messages():
         parsed = parse_options(options, description=description)
     run(task(parsed))
 
 
-@contextmanager
-def told_at_once() -> Iterator[None]:
-    """What the user got wrong becomes one message (a machine), and exit code 2."""
-    try:
-        yield
-    except (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-
-
 def run(task: Task) -> Path:
     """Check, train, keep the model, write the result file; returns its path."""
-    lock = output_lock(task.options)
-    try:
-        with told_if_disk_is_full(Path(task.options.output)):
-            return _run(task, lock)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(how_to_continue(Path(task.options.output))) from None
-    finally:
-        lock.release()
+
+    def work(session: Session) -> None:
+        loop = prepare(session, task)
+        train(loop)
+        finish(loop)
+
+    return in_session(task.options, "task", work)
 
 
-def _run(task: Task, lock: FileLock) -> Path:
-    started = time.perf_counter()
-    options, output = task.options, Path(task.options.output)
-    with told_at_once():
-        check_services(options)
-        accelerator = make_accelerator(options)
-        finished = check_output(options)
-    tell = Progress(accelerator.is_main_process)
-    if finished:
-        tell.say(f"{output / RESULT} is there: this run is finished.")
-        return output / RESULT
-    quiet(accelerator)
-    result = begin_result(accelerator, options)
-    with told_at_once():
-        set_seed(options.seed)
-        with accelerator.main_process_first():  # the others find what it has cached
-            prepared = task.prepare()
-        set_attention(prepared.model, options)
-        order, steps = plan(accelerator, prepared, options)
-        check_space(output, sum(p.numel() for p in prepared.model.parameters()), options)
-        teacher = make_teacher(accelerator, prepared.model, options)
-        error_before = first_look(prepared, order)
-        if options.transfer_steps and not mechanism_parameters(prepared.model):
-            raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
-        if options.lora_rank:
-            add_adapters(prepared.model, options.lora_rank)
-        optimizer = make_optimizer(prepared.model, options)
-    attention = attention_of(prepared.model)
-    accelerator.wait_for_everyone()
-    with told_at_once():
-        if accelerator.is_main_process:
-            open_output(options, lock)
-        accelerator.wait_for_everyone()
-        check_shared(output)
+def prepare(session: Session, task: Task) -> Loop:
+    """Load model and data. What the user got wrong is told here, before anything is written."""
+    started, options, accelerator = time.perf_counter(), task.options, session.accelerator
+    set_seed(options.seed)
+    with accelerator.main_process_first():  # the others find what it has cached
+        prepared = task.prepare()
+    model = prepared.model
+    set_attention(model, options)
+    order, steps = plan(accelerator, prepared, options)
+    check_space(session.output, sum(p.numel() for p in model.parameters()), options)
+    teacher = make_teacher(accelerator.device, model, options)
+    found: dict[str, Any] = {"attention": attention_of(model), "attention_error": None}
+    if found["attention"] != "softmax":
+        if any(getattr(module, "optimal", False) for module in model.modules()):  # variance="optimal"
+            hf_rfattn.calibrate(model, a_few(prepared, order))
+        found["attention_error"] = {"before": short_error(model, a_few(prepared, order)), "after": None}
+    found["transfer"] = recorded_transfer(options.init)
+    if options.transfer_steps and not mechanism_parameters(model):
+        raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
+    if options.lora_rank:
+        add_adapters(model, options.lora_rank)
+    optimizer = make_optimizer(model, options)
+    help_sharding(accelerator, model, options)
+    return Loop(session, task, prepared, order, steps, model, optimizer, teacher, started, found)
 
-    state = latest_state(output) if options.resume else None
-    evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
-    with told_at_once():
-        transferred, stages = before_training(accelerator, task, prepared, order, evaluation, tell, state is None)
 
+def train(loop: Loop) -> None:
+    """Attention transfer if asked for, then the loop, from the last state if there is one; keeps the model."""
+    session, task, prepared = loop.session, loop.task, loop.prepared
+    accelerator, options = session.accelerator, task.options
+    session.open_output()
+    state = latest_state(session.output) if options.resume else None
+    loop.evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
+    before_training(loop, fresh=state is None)
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with told_at_once():
-        help_sharding(accelerator, prepared.model, options)
-    model, optimizer = accelerator.prepare(prepared.model, optimizer)
-    set_seed(options.seed, device_specific=True)  # from here on each process throws dice of its own
-    with told_at_once():
-        progress = RunProgress(history=stages) if state is None else load_state(accelerator, model, optimizer, state)
-    tell.say(
-        f"{task.name}: {len(prepared.examples['train'])} examples, {steps} steps of {options.batch_size} on "
+    loop.model, loop.optimizer = accelerator.prepare(prepared.model, loop.optimizer)
+    set_seed(options.seed, device_specific=True)  # from here on each process draws its own random numbers
+    if state is not None:
+        loop.progress = load_state(accelerator, loop.model, loop.optimizer, state)
+    session.say(
+        f"{task.name}: {len(prepared.examples['train'])} examples, {loop.steps} steps of {options.batch_size} on "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}"
-        + (f", from step {progress.step}" if state else "")
+        + (f", from step {loop.progress.step}" if state else "")
     )
     if options.report_to:
         accelerator.init_trackers("hf-rfattn", config={k: str(v) for k, v in vars(options).items()})
-
-    loop = Loop(
-        accelerator=accelerator, task=task, prepared=prepared, model=model, optimizer=optimizer, order=order,
-        steps=steps, evaluation=evaluation, output=output, tell=tell, progress=progress, started=started,
-        teacher=teacher,
-    )  # fmt: skip
     loop.run()
     loop.keep_model()
-    error_after = last_look(loop, order)
-    if accelerator.is_main_process:
-        errors = None if error_before is None else {"before": error_before, "after": error_after}
-        taught = (
-            recorded_transfer(options.init)
-            if transferred is None
-            else transfer_document(transferred, options.batch_size)
-        )
-        document = finish_result(result, loop, attention, errors, taught)
-        write_result(without_folders(document), output / MODEL / RESULTS / f"{task.name}.json")
-        if attention != "softmax":
-            write_card(output / MODEL, repo_id=options.push_to_hub)
-        write_result(document, output / RESULT)
-        for name in (STATES, TRANSFER, TOKENIZER):
-            shutil.rmtree(output / name, ignore_errors=True)
-        tell.say(f"Written: {output / MODEL} and {output / RESULT}")
-        if options.push_to_hub:
-            with told_at_once():
-                address = hf_rfattn.publish(output / MODEL, options.push_to_hub, tell=tell.say)
-            tell.say(f"Published: {address}")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return output / RESULT
 
 
-def before_training(
-    accelerator: Accelerator,
-    task: Task,
-    prepared: Prepared,
-    order: TrainingOrder,
-    evaluation: Mapping[str, DataLoader],
-    tell: Progress,
-    fresh: bool,
-) -> tuple[hf_rfattn.Conversion | None, list[dict[str, Any]]]:
-    """Attention transfer, if asked for; and, of a run that is not resumed, the evaluations before and after it."""
-    options, stages = task.options, []
-    prepared.model.to(accelerator.device)
+def before_training(loop: Loop, fresh: bool) -> None:
+    """Attention transfer; the history of a run that is not resumed begins with evaluations before and after it."""
+    session, prepared, options = loop.session, loop.prepared, loop.options
+    prepared.model.to(session.accelerator.device)
 
     def look(stage: str) -> None:
         if options.evaluate_first and fresh:
-            metrics = evaluate(accelerator, task, prepared, prepared.model, evaluation, tell)
-            stages.append({"step": 0, "stage": stage, "metrics": {k: m.to_dict() for k, m in metrics.items()}})
-            tell.say(f"{stage}: " + "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items()))
+            metrics = evaluate(session, loop.task, prepared, prepared.model, loop.evaluation)
+            entry = {"step": 0, "stage": stage, "metrics": as_document(metrics)}
+            loop.progress.history.append(entry)
+            session.say(f"{stage}: {as_text(metrics)}")
 
     look(STAGES[0])
-    if not options.transfer_steps:
-        return None, stages
-    transferred = transfer(accelerator, prepared, order, options, a_few(prepared, order))
-    tell.say(str(transferred))
-    look(STAGES[1])
-    return transferred, stages
+    if options.transfer_steps:
+        done = transfer(
+            prepared.model,
+            Inputs(prepared.train, prepared.collate, loop.order, session.accelerator),
+            {"learning_rate": options.transfer_learning_rate, "parts": options.transfer_parts},
+            steps=options.transfer_steps,
+            measure=a_few(prepared, loop.order),
+            checkpoint=session.output / TRANSFER if options.save_every else None,
+            save_every=options.save_every or options.transfer_steps,
+        )
+        loop.found["transfer"] = transfer_document(done, options.batch_size)
+        session.say(str(done))
+        look(STAGES[1])
 
 
-def make_accelerator(options: RunOptions) -> Accelerator:
-    """As the launcher says; without a GPU, on the CPU."""
-    on_cpu = not torch.accelerator.is_available()
-    if on_cpu and options.mixed_precision == "fp16":
-        raise ValueError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no.")
-    return Accelerator(
-        cpu=on_cpu,
-        mixed_precision=options.mixed_precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(options.accumulate, sync_with_dataloader=False),
-        # random features are drawn alike on all processes: nothing to broadcast
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-        log_with=options.report_to,
-        project_dir=options.output,
-    )
+def finish(loop: Loop) -> None:
+    """The result file of the run, and the card of its model."""
+    session, task, prepared, progress = loop.session, loop.task, loop.prepared, loop.progress
+    options, source, accelerator = task.options, prepared.source, session.accelerator
+    if not accelerator.is_main_process:
+        return
+    model = accelerator.unwrap_model(loop.model)
+    whole = accelerator.distributed_type in WHOLE
+    if loop.found["attention_error"] and whole and loop.kept_step == progress.step:  # this is the model that was kept
+        loop.found["attention_error"]["after"] = short_error(model, a_few(prepared, loop.order))
+    measured = {
+        "task": f"made-up {task.name}" if source.is_sample else task.name,  # no score of the real task
+        "task_type": task.task_type,
+        "dataset": source.document(", ".join(prepared.evaluation), fingerprint(prepared.examples)),
+        "metrics": loop.kept_metrics,
+        "main_metric": task.main_metric,
+        "budget": budget(options, prepared, loop.steps),
+        **{f"{name}_per_second": rate(progress, name) for name in ("samples", "tokens", "padded_tokens")},
+        "peak_memory_bytes": progress.peak_memory_bytes or None,
+        "wall_time_seconds": round(progress.wall_seconds, 3),
+        "train_seconds": round(progress.seconds, 3),
+        "distributed": accelerator.distributed_type.value,
+        "mixed_precision": accelerator.mixed_precision,
+        "parameters": sum(p.numel() for p in prepared.model.parameters()),
+        "steps_done": progress.step,
+        "stopped_early": progress.stopped_early,
+        "kept_step": loop.kept_step,
+        "history": progress.history,
+        "options": dataclasses.asdict(options),
+        **loop.found,
+        **prepared.facts,
+    }
+    session.finish(measured, task.name)
 
 
-def check_services(options: RunOptions) -> None:
-    """A tracker that is not installed or a Hub that would refuse is told before training, not after."""
-    if options.report_to and importlib.util.find_spec(options.report_to) is None:
-        raise ValueError(f"--report-to {options.report_to}: it is not installed; pip install {options.report_to}.")
-    check_hub(options.push_to_hub)
+def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
+    """The order of the data, and how many steps to take."""
+    size = len(prepared.train)
+    lengths = prepared.train["length"][:] if options.group_by_length else None
+    check_share(options.batch_size, accelerator.num_processes, options.accumulate)
+    steps = options.max_steps or math.ceil(options.epochs * size / options.batch_size)
+    return TrainingOrder(size, options.batch_size, options.seed, lengths), steps
 
 
-def check_hub(name: str | None) -> None:
-    """Whether a model could be published under this name, as far as can be known before."""
-    if name:
-        validate_repo_id(name)
-        if "/" not in name:
-            raise ValueError(f"--push-to-hub {name!r} does not say whose it is; write me/name.")
-        if not get_token():
-            raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
+def budget(options: RunOptions, prepared: Prepared, steps: int) -> dict[str, Any]:
+    """What runs must share to be compared; nothing in it depends on the attention."""
+    return {
+        "steps": steps,
+        "epochs": round(steps * options.batch_size / len(prepared.train), 4),
+        "train_samples": len(prepared.examples["train"]),
+        **{name: getattr(options, name) for name in BUDGET},
+        "max_length": prepared.max_length,
+    }
+
+
+def rate(progress: RunProgress, name: str) -> float | None:
+    count = getattr(progress, name)
+    return count / progress.seconds if count and progress.seconds > 0 else None
 
 
 def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: RunOptions) -> None:
     """What FSDP2 and DeepSpeed cannot find out by themselves."""
     if options.lora_rank and accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise ValueError(
-            "--lora-rank does not go with FSDP or DeepSpeed here: adapters are added in from whole matrices."
-        )
+        raise ValueError("--lora-rank does not work with FSDP or DeepSpeed: adapters are merged into whole matrices.")
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
         # accelerate shards the embedding by itself: a layer that holds it, as BertEmbeddings does, must not be named
         embedding = model.get_input_embeddings()
@@ -256,68 +215,12 @@ def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: Run
         config["gradient_clipping"] = options.max_gradient_norm
 
 
-def quiet(accelerator: Accelerator) -> None:
-    """Leave warnings to the main process, and leave out the chatter of loading."""
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)  # has no other name yet
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if not accelerator.is_main_process or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-
-
-def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
-    """The order of the data, and how many steps to take."""
-    size = len(prepared.train)
-    lengths = prepared.train["length"][:] if options.group_by_length else None
-    order = TrainingOrder(size, options.batch_size, options.seed, lengths)
-    steps = options.max_steps or math.ceil(options.epochs * size / options.batch_size)
-    check_share(options.batch_size, accelerator.num_processes, options.accumulate)
-    return order, steps
-
-
 def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
     """The first examples of the training, as a batch without labels."""
     return model_inputs(prepared.train, prepared.collate, order.epoch(0)[:ERROR_EXAMPLES])
 
 
-def first_look(prepared: Prepared, order: TrainingOrder) -> dict[str, Any] | None:
-    """Before training: calibrate the features that want it, and measure the error against softmax."""
-    model = prepared.model
-    if attention_of(model) == "softmax":
-        return None
-    batch = a_few(prepared, order)
-    if needs_calibration(attention_of(model)):
-        hf_rfattn.calibrate(model, batch)
-    return short_error(model, batch)
-
-
-def last_look(loop: Loop, order: TrainingOrder) -> dict[str, Any] | None:
-    """The error after training, where the model is in one piece and the one that was kept."""
-    model = loop.accelerator.unwrap_model(loop.model)
-    whole = loop.accelerator.distributed_type in (
-        DistributedType.NO,
-        DistributedType.MULTI_CPU,
-        DistributedType.MULTI_GPU,
-    )
-    if attention_of(model) == "softmax" or not whole or loop.kept_step != loop.progress.step:
-        return None
-    return short_error(model, a_few(loop.prepared, order))
-
-
 def short_error(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """By layer, without the heads."""
+    """Against softmax, by layer, without the heads."""
     document = hf_rfattn.attention_error(model, batch).to_dict()
     return {name: document[name] for name in ("layers", "overall", "average")}
-
-
-@contextmanager
-def told_if_disk_is_full(output: Path) -> Iterator[None]:
-    """Nothing is lost then: the state before is still whole."""
-    try:
-        yield
-    except Exception as error:
-        if not disk_is_full(error, output):
-            raise
-        for partial in (output / STATES).glob(f"{PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        sys.exit(f"{Path(sys.argv[0]).name}: the disk of {output} is full. Make room, then run again with --resume.")

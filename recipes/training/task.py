@@ -10,32 +10,14 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_rfattn.results import Metric
+
 from .data import Source
 from .options import RunOptions
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 Options = TypeVar("Options", bound=RunOptions)
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One number of an evaluation. `n`: examples it was measured on; `scale`: a perfect score, if there is one;
-    `chance`: the score of the best constant answer, where that is known.
-    """
-
-    value: float
-    n: int
-    scale: int | None = None
-    lower_is_better: bool = False
-    chance: float | None = None
-
-    def better_than(self, other: "Metric") -> bool:
-        return self.value < other.value if self.lower_is_better else self.value > other.value
-
-    def to_dict(self) -> dict[str, Any]:
-        known = {name: value for name in ("scale", "chance") if (value := getattr(self, name)) is not None}
-        return {"value": self.value, "n": self.n, **known, "lower_is_better": self.lower_is_better}
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 from hf_rfattn.cli import app
 
 # `bench ops` in a second.
-QUICK_OPS = ("--heads", 2, "--head-dim", 8, "--repetitions", 2, "--memory-length", 0, "--threads", 1)
+QUICK_OPS = ("--heads", 2, "--head-dim", 8, "--repetitions", 2, "--threads", 1)
 
 
 def run(*arguments, code=0):

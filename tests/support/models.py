@@ -62,6 +62,14 @@ def hidden(model, **inputs):
     return out.logits if "logits" in out else out.last_hidden_state
 
 
+def gradients(model, **inputs):
+    """(outputs, gradients by name) of one training step."""
+    model.zero_grad()
+    out = hidden(model, **inputs)
+    out.square().mean().backward()
+    return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def mechanisms(model):
     """The mechanisms of a patched model, not those inside others, by the names of their attention modules."""
     named = ((name, m) for name, m in model.named_modules() if isinstance(m, Mechanism))

@@ -1,17 +1,30 @@
-"""From which length on a mechanism is faster than softmax: out of measured times, or out of result files.
-
-`hf-rfattn bench ops` and `bench model` write their crossovers into their results, one for each mechanism, number of
-features, direction and pass: {attention, features, head_dim, causal, training, dtype, length, interpolated, lengths}.
-"""
+"""From which length on a mechanism is faster than softmax: out of measured times, and out of result files."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..results import SCHEMA_VERSION, hardware, machine
+from ..results import SCHEMA_VERSION, hardware, machine, measured_crossover
+
+
+def crossovers(cells: Iterable[Mapping[str, Any]], head_dim: int) -> list[dict[str, Any]]:
+    """One for each mechanism, number of features, direction, pass and type, as results hold them."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for cell in cells:
+        if cell["speed_over_softmax"] is not None:
+            name = cell.get("attention", cell.get("name"))
+            key = name, cell["features"], cell["causal"], cell["training"], cell["dtype"]
+            groups.setdefault(key, []).append(cell)
+    found = []
+    for (name, features, causal, training, dtype), row in groups.items():
+        lengths = [cell["length"] for cell in row]
+        length, interpolated = measured_crossover(lengths, [cell["speed_over_softmax"] for cell in row])
+        each = {"attention": name, "features": features, "head_dim": head_dim, "causal": causal, "training": training}
+        found.append(each | {"dtype": dtype, "length": length, "interpolated": interpolated, "lengths": lengths})
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""States of a run: all that `--resume` needs to go on as if nothing had happened, written whole or not at all.
+"""What a run saves, whole or not at all: the model that is kept, and states, from which `--resume` continues exactly.
 
     OUTPUT/state/step-00000200/   tensors.pt       weights, buffers (among them draws of random features), optimizer
-                                  random_0.pt, …   the dice of each process
+                                  random_0.pt, …   the random generators of each process
                                   progress.json    step, evaluations so far, best so far, times
 
-A state is written under another name, flushed to the disk, and renamed; the one before is deleted after that. The
-names of parameters, not the processes, are what tensors are filed by: a state of two processes goes on with one.
-(DeepSpeed keeps files of its own, and those need the same number of processes.)
+A state is written under another name, flushed to the disk, and renamed; the one before is deleted after that. Tensors
+are filed by the names of parameters, not by process: one process can resume a state of two. (DeepSpeed keeps files of
+its own, and those need the same number of processes.)
 """
 
 import json
@@ -31,7 +31,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-STATES, PARTIAL = "state", "partial-"
+from .output import BEST, MODEL, PARTIAL, STATES
+from .task import Prepared
+from .teaching import without_adapters
+
 TENSORS, PROGRESS = "tensors.pt", "progress.json"
 DEEPSPEED = "deepspeed"
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -65,36 +68,23 @@ class RunProgress:
         return next((entry for entry in self.history if entry["step"] == self.best_step), None)
 
 
-def latest_state(output: Path) -> Path | None:
-    """The last complete state in a run's folder."""
-    return max((output / STATES).glob("step-*"), default=None)
-
-
-def save_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, progress: RunProgress, output: Path) -> Path:
+def save_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, progress: RunProgress, output: Path) -> None:
     """Write a state, make it the latest, delete the others. Every process must call this."""
     states = output / STATES
     target = states / f"step-{progress.step:08}"
-    if target.exists():  # the run has just gone on from it
-        return target
+    if target.exists():  # the run has just resumed from it
+        return
     partial = states / f"{PARTIAL}{target.name}"
     if accelerator.is_main_process:
         for leftover in states.glob(f"{PARTIAL}*"):
             shutil.rmtree(leftover)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.save_state(str(partial / DEEPSPEED))
-    else:
-        tensors = {
-            "model": get_model_state_dict(model, options=FULL),
-            "optimizer": get_optimizer_state_dict(model, _plain(optimizer), options=FULL),
-            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-        }
-        if accelerator.is_main_process:
-            torch.save(tensors, partial / TENSORS)
-    torch.save(_dice(), partial / f"random_{accelerator.process_index}.pt")
-    if accelerator.is_main_process:
-        (partial / PROGRESS).write_text(json.dumps(asdict(progress), indent=1), encoding="utf-8")
+    try:
+        _write_state(accelerator, model, optimizer, progress, partial)
+    except Exception:  # a full disk needs the room
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         publish_folder(partial, target)
@@ -102,7 +92,24 @@ def save_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, progr
             if other != target:
                 shutil.rmtree(other)
     accelerator.wait_for_everyone()
-    return target
+
+
+def _write_state(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, progress: RunProgress, folder: Path
+) -> None:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.save_state(str(folder / DEEPSPEED))
+    else:
+        tensors = {
+            "model": get_model_state_dict(model, options=FULL),
+            "optimizer": get_optimizer_state_dict(model, _plain(optimizer), options=FULL),
+            "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        }
+        if accelerator.is_main_process:
+            torch.save(tensors, folder / TENSORS)
+    torch.save(_random_states(), folder / f"random_{accelerator.process_index}.pt")
+    if accelerator.is_main_process:
+        (folder / PROGRESS).write_text(json.dumps(asdict(progress), indent=1), encoding="utf-8")
 
 
 def load_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state: Path) -> RunProgress:
@@ -118,10 +125,10 @@ def load_state(accelerator: Accelerator, model: nn.Module, optimizer: Any, state
         set_model_state_dict(model, tensors["model"], options=FULL)
         if accelerator.scaler is not None and tensors["scaler"] is not None:
             accelerator.scaler.load_state_dict(tensors["scaler"])
-    dice = state / f"random_{accelerator.process_index}.pt"
+    own = state / f"random_{accelerator.process_index}.pt"
     with _told_if_damaged(state):
-        if dice.exists():  # a process that was not there before keeps the dice of its seed
-            _set_dice(torch.load(dice, weights_only=True))
+        if own.exists():  # a process that was not there before keeps those of its seed
+            _set_random_states(torch.load(own, weights_only=True))
         return RunProgress(**json.loads((state / PROGRESS).read_text(encoding="utf-8")))
 
 
@@ -169,7 +176,7 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _dice() -> dict[str, Any]:
+def _random_states() -> dict[str, Any]:
     """Of Python, numpy and torch, on the CPU and on this process's GPU: numbers and tensors, no objects to unpickle."""
     kind, words, *rest = np.random.get_state()
     return {
@@ -180,10 +187,50 @@ def _dice() -> dict[str, Any]:
     }
 
 
-def _set_dice(dice: dict[str, Any]) -> None:
-    random.setstate(dice["python"])
-    kind, words, *rest = dice["numpy"]
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    kind, words, *rest = states["numpy"]
     np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(dice["torch"])
-    if dice["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(dice["cuda"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def save_model(accelerator: Accelerator, model: nn.Module, prepared: Prepared, target: Path) -> None:
+    """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        weights = without_adapters(accelerator.unwrap_model(model), weights)
+        for name, source in prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
+            if source in weights:
+                weights[name] = weights[source]
+        with whole_folder(target) as partial:
+            with prepared.config_as_it_was():
+                accelerator.unwrap_model(model).save_pretrained(partial, state_dict=weights)
+            prepared.tokenizer.save_pretrained(partial)
+    accelerator.wait_for_everyone()
+
+
+def save_best(accelerator: Accelerator, model: nn.Module, prepared: Prepared, output: Path, step: int) -> None:
+    """Under the name of its step: the best before it stays until a state knows of this one."""
+    (output / BEST).mkdir(exist_ok=True)
+    save_model(accelerator, model, prepared, _best(output, step))
+
+
+def forget_other_bests(output: Path, step: int | None) -> None:
+    for folder in (output / BEST).glob("step-*"):
+        if step is None or folder != _best(output, step):
+            shutil.rmtree(folder)
+
+
+def keep_best(output: Path, step: int) -> None:
+    """Make the best model the one that is kept. If it is not there, a run that was killed had got this far."""
+    if _best(output, step).exists():
+        shutil.rmtree(output / MODEL, ignore_errors=True)
+        os.rename(_best(output, step), output / MODEL)
+        flush(output)
+    shutil.rmtree(output / BEST, ignore_errors=True)
+
+
+def _best(output: Path, step: int) -> Path:
+    return output / BEST / f"step-{step:08}"

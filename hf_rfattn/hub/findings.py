@@ -1,19 +1,15 @@
 """Which results stand beside which, and what they say in plain words. Every number here comes from result documents."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..mechanisms.naming import mechanism_names_in
 from ..results import SOFTMAX, Metric, Result, SpeedResult, TaskResult, measured_crossover, number
-from .folder import CheckpointFolder, mechanism_names_in
+from ..results.controls import FAR, NEAR, NO_ATTENTION, control_of
+from .folder import CheckpointFolder
 
 THIS, SAME_BUDGET, OTHER_SEED = "this model", "softmax, same budget", "the same, another run"
-NO_ATTENTION, NEAR, FAR = (
-    "control: no attention",
-    "control: window alone",
-    "far field of fmm alone",
-)
-CONTROLS = (NO_ATTENTION, NEAR)  # not meant to be used
 OTHER = "another mechanism"
 ORDER = [THIS, OTHER_SEED, SAME_BUDGET, FAR, NEAR, NO_ATTENTION, OTHER]
 
@@ -99,27 +95,12 @@ def _role(result: TaskResult, own: TaskResult, same: Sequence[TaskResult]) -> st
         return OTHER_SEED
     if result.attention == SOFTMAX:
         return SAME_BUDGET
-    return control_of(result.attention, [own.attention]) or OTHER
+    return control_of(_names(result.attention), [_names(own.attention)]) or OTHER
 
 
-def control_of(attention: Any, others: Iterable[Any]) -> str | None:
-    """What a row is a control of, beside others in one table.
-
-    >>> control_of({"mechanism": "average"}, [])
-    'control: no attention'
-    >>> control_of("favor+", ["softmax"]), control_of("favor+", [{"mechanism": "fmm", "far": ["favor+"]}])
-    (None, 'far field of fmm alone')
-    >>> control_of({"layers": {"0-5": {"mechanism": "average"}}}, [])  # the other layers are softmax
-    """
-    if isinstance(attention, Mapping) and "layers" in attention:
-        return None
-    names = mechanism_names_in(attention)
-    if names == ["average"]:
-        return NO_ATTENTION
-    if names == ["band"]:
-        return NEAR
-    far = {name for other in map(mechanism_names_in, others) if other[:1] == ["fmm"] for name in other[1:]}
-    return FAR if len(names) == 1 and names[0] in far else None
+def _names(attention: Any) -> list[str]:
+    """Of a row whose layers are alike."""
+    return [] if isinstance(attention, Mapping) and "layers" in attention else mechanism_names_in(attention)
 
 
 def crossover(speed: SpeedResult) -> int | None:

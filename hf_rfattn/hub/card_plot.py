@@ -1,19 +1,19 @@
 """The picture in a card: accuracy beside softmax and the controls, time and memory by length. From documents alone."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..mechanisms.naming import attention_label, mechanism_names_in
 from ..results import SOFTMAX, SpeedResult, number
-from .comparison import OTHER_SEED, THIS, Comparison
-from .folder import attention_label, mechanism_names_in
+from .findings import OTHER_SEED, THIS, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
-def plot_results(comparisons: Sequence[Comparison], timings: Sequence[SpeedResult], path: Path) -> None:
-    """A panel for each task's main metric, one for time and one for memory of each speed result; written as PNG."""
+def plot_results(comparisons: Sequence[Comparison], timings: Sequence[SpeedResult]) -> "Figure":
+    """A panel for each task's main metric, one for time and one for memory of each speed result."""
     from matplotlib.figure import Figure
 
     with_memory = [speed for speed in timings if any(t.patched_peak_bytes for t in speed.lengths)]
@@ -26,7 +26,7 @@ def plot_results(comparisons: Sequence[Comparison], timings: Sequence[SpeedResul
         _lines(next(axes), speed, "seconds", "Seconds a pass", 1)
         if speed in with_memory:
             _lines(next(axes), speed, "peak_bytes", "Peak memory (MiB)", 2**20)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    return figure
 
 
 def _bars(axes: "Axes", comparison: Comparison) -> None:

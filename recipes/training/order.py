@@ -1,15 +1,12 @@
-"""Which examples each step sees, and how they become tensors."""
+"""Which examples each step sees."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 GROUP = 50  # batches within which examples are sorted by length
-LENGTH = "length"  # the column they are sorted by; models do not read it
 
 
 @dataclass(frozen=True)
@@ -91,30 +88,3 @@ class ShareOfBatches(Sampler[list[int]]):
             batch = next(steps)
             for piece in self.pieces:
                 yield batch[piece]
-
-
-@dataclass(frozen=True)
-class PadBatch:
-    """Rows of token lists → tensors, as long as the longest row, padded on the right.
-
-    `padding`: the value that fills each column. Columns that are not in it are numbers, one a row. The right, whatever
-    the tokenizer's side: encoders classify by the first column, decoders by the last token that is not padding, and
-    both count positions from the first column.
-    """
-
-    padding: dict[str, int]
-
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        batch: dict[str, Tensor] = {}
-        for name in rows[0]:
-            if name == LENGTH:
-                continue
-            if name in self.padding:
-                filled = torch.full((len(rows), longest), self.padding[name])
-                for i, row in enumerate(rows):
-                    filled[i, : len(row[name])] = torch.as_tensor(row[name])
-                batch[name] = filled
-            else:
-                batch[name] = torch.tensor([row[name] for row in rows])
-        return batch

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_rfattn.commands import in_bytes
-from hf_rfattn.hub.comparison import CONTROLS
 from hf_rfattn.results import (
+    CONTROLS,
     SOFTMAX,
     Block,
     Heading,
@@ -20,7 +20,7 @@ from hf_rfattn.results import (
     write_result,
 )
 
-from .plots import crossover, pareto
+from .figures import crossover, pareto
 
 DASH = "–"
 DROPOUT = (

@@ -6,8 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_rfattn.hub.comparison import CONTROLS
-from hf_rfattn.results import SOFTMAX
+from hf_rfattn.results import CONTROLS, SOFTMAX
 from hf_rfattn.results.plots import line_style, log_log, mark_crossover
 
 PANELS = 3  # in a row

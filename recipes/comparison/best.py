@@ -1,23 +1,20 @@
 """The best model of a comparison, with a card that shows it beside softmax and the controls."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from training.output import MODEL
 
-from hf_rfattn.hub.cards import write_card
-from hf_rfattn.results import RESULTS, parse_result, write_result
+from hf_rfattn import write_card
+from hf_rfattn.results import RESULTS, read_results, write_result
 
 from .plan import folder_of
-from .report import kind
 from .summary import KIND
+from .tables import kind
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     row: str
     folder: Path
 
@@ -31,23 +28,18 @@ def best_checkpoint(summary: Mapping[str, Any], output: Path) -> Best | None:
     if table is None or not rows:
         return None
     sign = -1 if table["lower_is_better"] else 1
-    best = max(rows, key=lambda row: sign * row["metric"]["mean"])
-    results = [parse_result(json.loads(p.read_text()), p.name) for p in sorted((output / RESULTS).glob("*.json"))]
-    own = next(
-        result
-        for result in results
-        if result.document.get(KIND, {}).get("part") == table["part"]
-        and result.document[KIND]["row"] == best["row"]
-        and result.document["processes"] == table["processes"]
-        and result.budget == table["budget"]
-    )
+    best = max(rows, key=lambda row: sign * row["metric"]["mean"])["row"]
+    results = [result for result in read_results(output / RESULTS) if KIND in result.document]
+    same = [r for r in results if r.document["processes"] == table["processes"] and r.budget == table["budget"]]
+    places = [(r.document[KIND]["part"], r.document[KIND]["row"]) for r in same]
+    own = same[places.index((table["part"], best))]
     folder = folder_of(output, Path(own.file).stem) / MODEL
     if not folder.is_dir():
         return None
     for stale in (folder / RESULTS).glob("*.json"):
         stale.unlink()
-    for result in results:
-        if result.measured_on == own.measured_on and result.document["processes"] == table["processes"]:
-            write_result(dict(result.document), folder / RESULTS / result.file)
+    for result in same:
+        if result.measured_on == own.measured_on:
+            write_result(result.document, folder / RESULTS / result.file)
     write_card(folder)
-    return Best(best["row"], folder)
+    return Best(best, folder)

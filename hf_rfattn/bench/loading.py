@@ -1,0 +1,94 @@
+"""Models to measure: with random weights or pretrained, softmax and patched copies that hold the same weights."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from .. import patch_model, unpatch_model
+from ..commands import load_config, model_class
+from ..integration.discovery import find_attention
+from ..integration.positions import learned_positions
+from ..results import SOFTMAX
+from .devices import DTYPES
+
+DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attn_dropout")
+
+
+def bert(length: int) -> PreTrainedModel:
+    """Shaped like bert-base, a classifier, for inputs of `length` tokens."""
+    config = transformers.BertConfig(max_position_embeddings=length, attention_probs_dropout_prob=0.0)
+    return transformers.BertForSequenceClassification(config)
+
+
+def gpt2(length: int) -> PreTrainedModel:
+    """Shaped like gpt2, a language model."""
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=length, attn_pdrop=0.0))
+
+
+SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"bert": bert, "gpt2": gpt2}
+
+
+def load_model(name: str, length: int, *, dtype: str, device: str, kind: Any = None) -> PreTrainedModel:
+    """One of `SHAPES`, a folder or a name on the Hub; with softmax through sdpa and without attention dropout.
+
+    `length`: of the longest input. `kind`: the class to load; by default the one it was saved from.
+    """
+    if name in SHAPES:
+        model = SHAPES[name](length)
+    else:
+        config = load_config(name)
+        for part in (config, config.get_text_config()):
+            for option in DROPOUTS:
+                if hasattr(part, option):
+                    setattr(part, option, 0.0)
+        loaded = (kind or model_class(config)).from_pretrained(name, config=config, trust_remote_code=False)
+        model = unpatch_model(loaded)
+    positions = learned_positions(model)
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"This {model.config.model_type} has {positions} positions, too few for {length:,} tokens; choose shorter "
+            "inputs."
+        )
+    model.set_attn_implementation("sdpa")
+    nn.Module.to(model, device=device, dtype=DTYPES[dtype])
+    return model.eval()
+
+
+def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: int) -> dict[str, PreTrainedModel]:
+    """The model and a patched copy for each mechanism; all of them hold the same weights, not copies of them.
+
+    `mechanisms`: what `patch_model` takes, by name.
+    """
+    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    models = {SOFTMAX: model}
+    for name, config in mechanisms.items():
+        models[name] = patch_model(copy.deepcopy(model, dict(weights)), config, seed=seed).eval()
+    return models
+
+
+def describe(model: PreTrainedModel, name: str, dtype: str) -> dict[str, Any]:
+    """What a result says of a model."""
+    sites = [site for site in find_attention(model) if not site.cross]
+    return {
+        "name": name,
+        "type": model.config.model_type,
+        "parameters": model.num_parameters(),
+        "dtype": dtype,
+        "layers": len(sites),
+        "heads": sites[0].num_heads,
+        "kv_heads": sites[0].num_kv_heads,
+        "head_dim": sites[0].head_dim,
+    }
+
+
+def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random tokens, and the mask that a tokenizer gives where nothing is padded."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (batch, length), generator=generator, device=model.device)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

@@ -1,0 +1,173 @@
+"""Learning from softmax: attention transfer before training, distillation and LoRA in it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import hf_rfattn
+from hf_rfattn.results import RESULTS
+
+from .models import attention_of, has_new_head, mechanism_parameters
+from .options import RunOptions
+from .order import TrainingOrder
+from .output import TRANSFER
+from .task import Collate
+
+MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+LOGITS = ("logits", "start_logits", "end_logits")
+SELF = "self"
+
+
+def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[str, Any]:
+    """Examples as a batch without labels."""
+    batch = collate([rows[i] for i in numbers])
+    return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The share of one process of all examples, batch after batch without labels, in an order that depends on the seed
+    alone.
+    """
+
+    rows: Dataset
+    collate: Collate
+    order: TrainingOrder
+    accelerator: Accelerator
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        for batch in self.order.batches(0):
+            yield model_inputs(self.rows, self.collate, batch[rank::processes])
+
+
+def transfer(model: PreTrainedModel, inputs: Inputs, given: Mapping[str, Any], **fixed: Any) -> hf_rfattn.Conversion:
+    """Teach the mechanisms of a patched model; an interrupted run continues. Of `given`, None is convert's default."""
+    return hf_rfattn.convert(model, None, inputs, **fixed, **{k: v for k, v in given.items() if v is not None})
+
+
+def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, Any]:
+    """For the result file: what was done, and errors by layer."""
+    return {
+        "steps": max(done.steps.values()),
+        "batch_size": batch_size,
+        "seconds": round(done.seconds, 3),
+        "error": {"before": done.before.overall, "after": done.after.overall, "average": done.after.average},
+    }
+
+
+def recorded_transfer(folder: str | None) -> dict[str, Any] | None:
+    """What the conversion that --init goes on from has written of itself."""
+    path = Path(folder or "") / RESULTS / f"{TRANSFER}.json"
+    if folder is None or not path.exists():
+        return None
+    document = json.loads(path.read_text(encoding="utf-8"))
+    return {**document["transfer"], "dataset": document["dataset"]}
+
+
+class Teacher:
+    """A softmax model that does not learn, and the loss of a student that learns from it."""
+
+    def __init__(self, model: PreTrainedModel, options: RunOptions):
+        self.model = model.eval().requires_grad_(False)
+        self.share, self.temperature = options.distill_weight, options.distill_temperature
+        self.hidden = options.distill_hidden
+
+    def loss(self, student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """The task's loss and the distance to the teacher, weighed."""
+        extra = {"output_hidden_states": True} if self.hidden else {}
+        outputs = student(**batch, **extra)
+        with torch.no_grad():
+            taught = self.model(**batch, **extra)
+        mask = batch.get("attention_mask")
+        names = [name for name in LOGITS if getattr(outputs, name, None) is not None]
+        distances = [self._distance(getattr(outputs, name), getattr(taught, name), mask) for name in names]
+        loss = (1 - self.share) * outputs.loss + self.share * torch.stack(distances).mean()
+        if self.hidden:
+            pairs = zip(outputs.hidden_states[1:], taught.hidden_states[1:], strict=True)
+            loss = loss + self.hidden * torch.stack([relative_error(a, b, mask) for a, b in pairs]).mean()
+        return loss
+
+    def _distance(self, given: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
+        """Divergence of the classes that logits stand for: those of a row, of each token, or the tokens themselves."""
+        given, taught = given.float(), taught.float()
+        if given.shape[-1] == 1:  # a score
+            return F.mse_loss(given, taught)
+        logs, wanted = ((x / self.temperature).log_softmax(-1) for x in (given, taught))
+        divergence = (wanted.exp() * (wanted - logs)).sum(-1) * self.temperature**2
+        if mask is not None and given.ndim == 3:  # one a token
+            return (divergence * mask).sum() / mask.sum()
+        return divergence.mean()
+
+
+def relative_error(given: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
+    """‖a - b‖² / ‖b‖² over the tokens that are not padding."""
+    weight = 1.0 if mask is None else mask[..., None]
+    given, taught = given.float(), taught.float()
+    return ((given - taught).square() * weight).sum() / (taught.square() * weight).sum()
+
+
+def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOptions) -> Teacher | None:
+    """The model of --distill, beside a student that has not been trained yet."""
+    if options.distill is None:
+        return None
+    if options.distill == SELF and has_new_head(student, options):
+        raise ValueError(
+            "--distill self: the head of --model is new, so its logits teach nothing. Give the folder of a softmax "
+            "model that was trained on this task."
+        )
+    name = options.model if options.distill == SELF else options.distill
+    try:
+        model = type(student).from_pretrained(name, dtype=torch.float32)
+    except OSError as error:
+        raise ValueError(f"--distill {options.distill!r} cannot be read: {str(error)[:300]}") from error
+    if attention_of(model) != "softmax":
+        if options.distill != SELF:
+            raise ValueError(f"--distill {options.distill!r} is patched; the teacher must be a softmax model.")
+        hf_rfattn.unpatch_model(model)
+    for name in ("num_labels", "vocab_size"):
+        there, expected = getattr(model.config, name, None), getattr(student.config, name, None)
+        if there != expected:
+            raise ValueError(f"--distill {options.distill!r}: its {name} is {there}, the student's {expected}.")
+    model.config.use_cache = False
+    return Teacher(model.to(device), options)
+
+
+def add_adapters(model: PreTrainedModel, rank: int) -> None:
+    """LoRA beside every matrix of the model's body, which itself is frozen; head and mechanisms are trained whole."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError("--lora-rank needs peft: pip install peft.") from error
+    body = model.base_model
+    inside = {id(m) for m in body.modules()}
+    targets = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) in inside]
+    own = mechanism_parameters(model)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), model)
+    frozen = {id(p) for p in body.parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(id(parameter) not in frozen or ".lora_" in name or name in own)
+
+
+def without_adapters(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """The weights of a plain model: adapters added in, names as they were."""
+    merged = {}
+    for name, value in weights.items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(".base_layer.", ".")
+        if plain != name and name.endswith(".weight"):
+            layer: Any = model.get_submodule(name.removesuffix(".base_layer.weight"))
+            value = value + layer.get_delta_weight("default").detach().to(value.device, value.dtype)
+        merged[plain] = value
+    return merged
