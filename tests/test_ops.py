@@ -10,7 +10,7 @@ from support.variants import every_mechanism, every_variant, over
 from torch import nn
 
 from hf_rfattn import build_mechanism, redraw
-from hf_rfattn.ops import attend, banded, linear, merge, tiles, softmax_attention
+from hf_rfattn.ops import attend, banded, merge, softmax_attention, tiles
 from hf_rfattn.ops import causal as causal_ops
 from hf_rfattn.ops.autograd import recompute
 from hf_rfattn.ops.naive import allowed_pairs, repeat_heads

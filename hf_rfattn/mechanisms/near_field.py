@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..ops import State, attend, banded_attention, global_attention, global_keys, merge
-from ..ops.softmax import bias_of
 from ..ops.naive import allowed_pairs
+from ..ops.softmax import bias_of
 
 
 def near_attention(q, k, v, bandwidth: int, global_tokens: int, **masks) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,6 @@ def _cut(rows: slice, here: slice, key_mask: Tensor | None, segments: tuple[Tens
     return key_mask, None if segments is None else (segments[0][:, rows], segments[1][:, here])
 
 
-
 def global_attention(
     q: Tensor,
     k: Tensor,

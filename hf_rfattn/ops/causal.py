@@ -143,10 +143,9 @@ class _Tiles(NamedTuple):
         size = TRACED_TILE if traced() else min(TILE, length)
         q = Features(into_tiles(block.q.log, size, kv_heads))
         k, v = Features(into_tiles(block.k.log, size, kv_heads, -torch.inf)), into_tiles(block.v, size, kv_heads)
-        if block.q.factor is not None:
-            q, k = (
-                x._replace(factor=into_tiles(y.factor, size, kv_heads)) for x, y in ((q, block.q), (k, block.k))
-            )
+        if block.q.factor is not None and block.k.factor is not None:
+            q = q._replace(factor=into_tiles(block.q.factor, size, kv_heads))
+            k = k._replace(factor=into_tiles(block.k.factor, size, kv_heads))
         pair = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(heads // kv_heads, 1)
         if block.segments is None:
             return _Tiles(q, k, v, bias_of(pair, v.dtype)[None, None, None], k, None, None)
@@ -264,7 +263,7 @@ def _attend_by_steps(block: _Block, state: Sums, floor: Tensor | None = None) ->
     outs, logs, before = [], [], None
     for t in range(block.v.shape[2]):
         now = slice(t, t + 1)
-        q, k = (Features(*(z if z is None else z[:, :, now] for z in f)) for f in (block.q, block.k))
+        q, k = block.q.rows(now), block.k.rows(now)
         if block.segments is not None:
             own, theirs, first = (s[:, :, None, None] for s in block.segments)
             same = theirs[:, now] == (first if before is None else before)

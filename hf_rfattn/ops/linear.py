@@ -30,6 +30,10 @@ class Features(NamedTuple):
     log: Tensor  # [B, H, L, M], or [B, H, L, 1] beside a factor
     factor: Tensor | None = None  # [B, H, L, M]
 
+    def rows(self, rows: slice) -> "Features":
+        """Of some positions."""
+        return Features(self.log[:, :, rows], None if self.factor is None else self.factor[:, :, rows])
+
     def dense(self) -> Tensor:
         """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
         return self.log.exp() if self.factor is None else self.log.exp() * self.factor
@@ -74,7 +78,7 @@ class FeatureFunction(NamedTuple):
 
 @dataclass
 class Sums(State):
-    """S = exp(log_scale)ᵀ · outer and z = exp(log_scale)ᵀ · total over any number of keys: all a query needs to know."""
+    """S = exp(log_scale)ᵀ · outer and z = exp(log_scale)ᵀ · total over any number of keys: all that queries need."""
 
     log_scale: Tensor  # [..., 1, M], or [..., 1, 1] for features with a factor
     outer: Tensor  # [..., M, Dv]
