@@ -96,7 +96,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.base: $(VENV)/.torch pyproject.toml
-	$(PIP) install -c $(VENV)/constraints.txt -e .
+	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]'
 	touch $@
 
 # A test loads a model with lm-eval, which needs none of the twenty packages that come with it to compute metrics.
@@ -120,7 +120,7 @@ $(VENV)/.upstream: requirements-upstream.txt $(VENV)/.dev
 # The setup of fast-transformers needs torch at hand (so no isolation), and asks for CUDA sources as soon as an nvcc can
 # be found, whatever torch was built for: folders that hold one are kept from its PATH.
 $(VENV)/.peers: requirements-peers.txt $(VENV)/.torch pyproject.toml
-	$(PIP) install -c $(VENV)/constraints.txt -e . 'setuptools>=77' wheel
+	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]' 'setuptools>=77' wheel
 	PATH="$$(echo "$$PATH" | tr : '\n' | while read -r folder; do test -e "$$folder/nvcc" || echo "$$folder"; done | paste -sd :)" \
 		MAX_JOBS=$(WORKERS) $(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -r requirements-peers.txt
 	touch $@

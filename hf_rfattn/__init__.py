@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         redraw,
         unpatch_model,
     )
+    from .integration.reading import longest_input
     from .mechanisms import (
         Mechanism,
         MechanismConfig,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .mechanisms.fmm import FmmConfig
     from .mechanisms.hedgehog import HedgehogConfig
     from .mechanisms.linear import LinearConfig
+    from .mechanisms.multipole import MultipoleConfig
     from .mechanisms.naming import attention_label, mechanism_names_in
     from .mechanisms.rff import RffConfig
 
@@ -54,6 +56,7 @@ __all__ = [
     "LinearConfig",
     "Mechanism",
     "MechanismConfig",
+    "MultipoleConfig",
     "RffConfig",
     "attention_error",
     "attention_label",
@@ -62,6 +65,7 @@ __all__ = [
     "choose_attention",
     "convert",
     "extend_positions",
+    "longest_input",
     "mechanism_names",
     "mechanism_names_in",
     "patch_model",
@@ -89,6 +93,7 @@ _HOMES = {
         "redraw",
         "unpatch_model",
     ],
+    "integration.reading": ["longest_input"],
     "mechanisms": [
         "Mechanism",
         "MechanismConfig",
@@ -103,6 +108,7 @@ _HOMES = {
     "mechanisms.fmm": ["FmmConfig"],
     "mechanisms.hedgehog": ["HedgehogConfig"],
     "mechanisms.linear": ["LinearConfig"],
+    "mechanisms.multipole": ["MultipoleConfig"],
     "mechanisms.naming": ["attention_label", "mechanism_names_in"],
     "mechanisms.rff": ["RffConfig"],
 }

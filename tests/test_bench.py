@@ -226,7 +226,8 @@ def test_a_lengthened_cache_is_that_of_a_real_prompt(name):
     assert cache_bytes(decoder.cache) == cache_bytes(real)
     if name != "softmax":
         cost = attention_cost(site.rf, context, causal=True)
-        state = site.rf.new_state(batch, site.rf.head_dim, torch.float32, "meta")
+        room = (context,) if site.rf.holds_all_keys else ()
+        state = site.rf.new_state(batch, site.rf.head_dim, torch.float32, "meta", *room)
         assert cache_bytes(real) == 2 * batch * cost.memory == 2 * sum(x.nbytes for x in state.tensors())
         assert decode.softmax_bytes(model, batch, context) == 2 * batch * cost.softmax_memory
 

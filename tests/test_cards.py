@@ -12,13 +12,13 @@ from support.documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
-from hf_rfattn.commands import in_bytes
 from hf_rfattn.hub.cards import auto_class, make_card, render, write_card
 from hf_rfattn.hub.citations import PAPERS, bibliography
 from hf_rfattn.hub.findings import FAR, crossover
 from hf_rfattn.hub.folder import CheckpointFolder
 from hf_rfattn.mechanisms import mechanism_names
 from hf_rfattn.results import checkpoint_fingerprint, number, parse_result
+from hf_rfattn.results.units import in_bytes
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from support.word_tokenizers import TEXT, save_with_tokenizer
 
 import hf_rfattn
 from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model, results
-from hf_rfattn.commands import model_class
+from hf_rfattn.integration.reading import model_class
+from hf_rfattn.mechanisms import describe_options, resolve_config
 from hf_rfattn.mechanisms.registry import mechanism_aliases
 
 SIZE = dict(vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)
@@ -55,9 +56,12 @@ def test_list_names_every_mechanism_alias_and_option():
     out = run("list")
     for name in mechanism_names():
         assert f"\n{name}  " in f"\n{out}"
+        for option in describe_options(type(resolve_config(name))):
+            assert f"  {option.name} " in out and option.help
+            assert f"{option.name} = {option.default}: {option.help}" in type(resolve_config(name)).__doc__
     for alias in mechanism_aliases():
         assert alias in out
-    assert "num_features     = null" in out and "length of φ, by default the head size" in out
+    assert "num_features     = null        Number of random features M. Default: the head size." in out
     assert "projection       = orthogonal  (iid | orthogonal | hadamard)" in out
     assert 'far            = ["favor+"]' in out
     assert "elu- (feature_map=elu-)" in out

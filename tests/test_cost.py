@@ -42,6 +42,9 @@ def test_bidirectional_memory_by_hand():
 def test_state_does_not_grow_and_work_is_linear(name):
     mechanism = build(name)
     short, long, longer = (attention_cost(mechanism, length, causal=True) for length in (1000, 2000, 4000))
+    if mechanism.holds_all_keys:
+        assert long.memory > 1.9 * short.memory
+        return
     assert short.memory == long.memory > 0
     assert longer.multiply_adds - long.multiply_adds == 2 * (long.multiply_adds - short.multiply_adds) > 0
     assert 3.9 < longer.softmax_multiply_adds / long.softmax_multiply_adds < 4

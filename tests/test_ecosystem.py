@@ -62,7 +62,8 @@ def test_deepcopy_and_pickle(family, variant):
         with pytest.raises(ValueError, match="output_attentions"):
             twin(input_ids=tokens, output_attentions=True)
         unpatch_model(twin)
-        assert not torch.allclose(hidden(twin, input_ids=tokens), expected)
+        same = torch.allclose(hidden(twin, input_ids=tokens), expected)
+        assert not same or variant[0] == "multipole"  # which is softmax up to `exact_keys` tokens
     assert torch.equal(hidden(model, input_ids=tokens), expected)
 
 

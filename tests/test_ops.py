@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from support.attention import D, assert_same_with_gradients, build, definition, draw_qkv, tolerance_of
-from support.memory import peaks
 from support.variants import every_mechanism, every_variant, over
 from torch import nn
 
@@ -261,9 +260,11 @@ def _replica(module, values):
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_second_derivatives(variant, causal):
     mechanism = build(variant, heads=2, kv_heads=1)
-    inputs = [x.requires_grad_() for x in draw_qkv(9, 1, heads=2, kv_heads=1)]
+    # short inputs of a mechanism that is then softmax go to torch's kernel, which has no second derivatives on CPUs
+    length = mechanism.config.exact_keys + 5 if mechanism.holds_all_keys else 9
+    inputs = [x.requires_grad_() for x in draw_qkv(length, 1, heads=2, kv_heads=1)]
     leaves = inputs + list(mechanism.parameters())
-    key_mask = torch.tensor([[True] * 4 + [False] + [True] * 4])
+    key_mask = (torch.arange(length) != 4)[None]
 
     def penalty(function):
         out = function(*inputs, key_mask=key_mask, causal=causal)
@@ -382,28 +383,3 @@ def test_softmax_attention_has_the_masks_of_mechanisms():
     masks = {"key_mask": torch.rand(2, 20) > 0.3, "causal": True, "segments": segments}
     band = build_mechanism("band", num_heads=4, head_dim=D, bandwidth=20).double()
     torch.testing.assert_close(softmax_attention(q, k, v, **masks), definition(band, q, k, v, **masks))
-
-
-LONG = 16384
-BASE = 8 * LONG * 4 * 32 * 4 // 1024  # KiB of q, k, v, their gradients, the output and its gradient
-
-
-@pytest.mark.slow
-def test_training_memory_does_not_hold_features():
-    """Nine times the features: one tensor of the 512 more is twice BASE, and keeping them would keep at least four.
-
-    What is seen is up to 1.7 BASE more: states of many blocks, their gradients, memory that is not given back.
-    """
-    kinds = [(name, causal) for name in ("favor+", "rff") for causal in (False, True)]
-    cases = [(*kind, {"num_features": features}) for kind in kinds for features in (64, 576)]
-    found = peaks(cases, heads=4, head_dim=32, length=LONG, training=True)
-    for kind, few, many in zip(kinds, found[::2], found[1::2], strict=True):
-        assert few < 3 * BASE, kind
-        assert many - few < 4 * BASE, kind
-
-
-@pytest.mark.slow
-def test_training_memory_does_not_hold_scores():
-    names = ("band", "fmm", "hedgehog")
-    found = peaks([(name, True, {}) for name in names], heads=4, head_dim=32, length=LONG, training=True)
-    assert max(found) < 3 * BASE, dict(zip(names, found, strict=True))

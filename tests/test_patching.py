@@ -95,7 +95,8 @@ def test_unpatching_restores_everything(family, variant):
     before = hidden(model, input_ids=tokens, attention_mask=mask)
     implementation = model.config._attn_implementation
     assert patch_model(model, variant[0]) is model
-    assert not torch.allclose(before, hidden(model, input_ids=tokens, attention_mask=mask))
+    same = torch.allclose(before, hidden(model, input_ids=tokens, attention_mask=mask))
+    assert not same or variant[0] == "multipole"  # which is softmax up to `exact_keys` tokens
     assert mechanisms(model)
     unpatch_model(model)
     assert torch.equal(before, hidden(model, input_ids=tokens, attention_mask=mask))

@@ -202,7 +202,7 @@ def test_the_user_is_asked_about_the_rest(folder, monkeypatch):
     done = CliRunner().invoke(app, words)
     assert "Left out: notes.txt, photo.png (--include FILE sends one)" in done.output and sent == [[]]
     terminal = types.SimpleNamespace(stdin=types.SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("hf_rfattn.hub.cli.sys", terminal)
+    monkeypatch.setattr("hf_rfattn.cli.hub.sys", terminal)
     done = CliRunner().invoke(app, words, input="n\ny\n")
     assert "photo.png does not belong to a model. Send it too? [y/N]" in done.output
     assert sent[1:] == [["photo.png"]] and "Left out: notes.txt" in done.output

@@ -11,7 +11,7 @@ from training.models import set_attention
 from training.options import RunOptions, flag, parse_options
 
 from hf_rfattn import FavorConfig
-from hf_rfattn.commands import parse_attention
+from hf_rfattn.mechanisms import parse_attention
 
 
 @pytest.mark.parametrize("options", [RunOptions, GlueOptions, SquadOptions, LanguageOptions])

@@ -95,6 +95,19 @@ def test_redraw_schedule(family, checkpointing):
     assert same(projections(model), before)
 
 
+def test_evaluation_between_steps_neither_redraws_nor_counts():
+    model = scheduled()
+    train_step, seen = trainer(model), []
+    for _ in EXPECTED:
+        train_step()
+        before = projections(model)
+        hidden(model.eval(), input_ids=ids(2, 20))
+        assert same(projections(model), before)
+        model.train()
+        seen.append(int(maps(model)[0].draws))
+    assert seen == EXPECTED
+
+
 @pytest.mark.parametrize("passes", [2, 3])
 @pytest.mark.parametrize("together", [False, True], ids=["accumulation", "one backward pass"])
 @pytest.mark.parametrize("clear_first", [False, True])

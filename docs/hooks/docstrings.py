@@ -1,5 +1,6 @@
 """Docstrings of this package as Markdown: their examples in fences, and "`option`: what it does." as lists."""
 
+import ast
 import re
 from typing import Any
 
@@ -10,9 +11,25 @@ HEADING = re.compile(rf"(?:(?<=\. )|(?<=\A))({OPTIONS}(?:(?:, | and ){OPTIONS})*
 
 
 class Markdown(griffe.Extension):
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        for parameter in cls.parameters:
+            if _is_option(parameter.default):
+                parameter.default = parameter.default.arguments[0]
+
+    def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
+        """An option of a mechanism, `option(default, help)`, is shown with its default and described by its help."""
+        if _is_option(attr.value):
+            default, text = attr.value.arguments
+            attr.value = default
+            attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr)
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)
+
+
+def _is_option(value: Any) -> bool:
+    return isinstance(value, griffe.ExprCall) and str(value.function) == "option"
 
 
 def to_markdown(docstring: str) -> str:

@@ -7,7 +7,8 @@ hours on a CPU:
 - Softmax's time after n tokens depends on the size of its cache alone. A `DynamicCache` is filled with n random keys
   and values a layer. Every step then pays what it pays in `generate`: `torch.cat` copies keys and values of each layer
   to append one, and attention reads them.
-- A patched layer's state has one size. It is made by a short prompt, and told that it has seen n tokens.
+- A patched layer's state has one size. It is made by a short prompt, and told that it has seen n tokens. If it holds
+  all keys, it is filled with n random ones.
 
 Before each timed row of steps, off the clock, the cache is cut back to n - 1 tokens, contiguous as `torch.cat` leaves
 it, and one step is made, so that what is timed begins after n tokens and in the wake of its own kind. All mechanisms
@@ -27,10 +28,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..commands import in_bytes
 from ..integration.cache import RecurrentLayer
 from ..integration.discovery import find_attention
 from ..mechanisms import MechanismConfig, mechanism_names
+from ..ops.multipole_causal import Context
 from ..results import (
     SOFTMAX,
     Block,
@@ -43,6 +44,7 @@ from ..results import (
     new_result,
     rounded,
 )
+from ..results.units import in_bytes
 from .contenders import named_configs
 from .devices import check_device, check_dtype
 from .loading import SHAPES, describe, load_model, share_weights
@@ -145,6 +147,12 @@ class Decoder:
                 old = getattr(layer, name)
                 new = old.new_empty(*old.shape[:2], self._kept(layer), old.shape[3])
                 setattr(layer, name, new.normal_(generator=self.generator))
+        elif isinstance(layer, RecurrentLayer) and isinstance(layer.state, Context):
+            layer.state.reset()
+            shapes = ((*x.shape[:2], self.context - 1, x.shape[3]) for x in (layer.state.keys, layer.state.values))
+            k, v = (torch.randn(shape, generator=self.generator, device=self.model.device) for shape in shapes)
+            with torch.no_grad():
+                layer.state.copy_(layer.state.extended(k, v, None)[0])
         elif not isinstance(layer, RecurrentLayer):
             raise ValueError(
                 f"bench decode knows no way to lengthen a {type(layer).__name__} of {type(self.model).__name__}."
@@ -153,6 +161,8 @@ class Decoder:
     def _rewind(self, layer: Any) -> None:
         if isinstance(layer, RecurrentLayer):
             layer.seen = self.context - 1
+            if isinstance(layer.state, Context):
+                layer.state.count.fill_(self.context - 1)
             return
         layer.keys = layer.keys[:, :, : self._kept(layer)].contiguous()
         layer.values = layer.values[:, :, : self._kept(layer)].contiguous()

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import patch_model, unpatch_model
-from ..commands import load_config, model_class
 from ..integration.discovery import find_attention
 from ..integration.positions import learned_positions
+from ..integration.reading import load_config, model_class
 from ..results import SOFTMAX
 from .devices import DTYPES
 

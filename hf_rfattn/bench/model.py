@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..commands import load_config
 from ..integration.cost import is_causal
 from ..integration.discovery import find_attention
 from ..integration.names import SPEC
+from ..integration.reading import load_config
 from ..mechanisms import Mechanism, MechanismConfig
 from ..results import (
     SOFTMAX,

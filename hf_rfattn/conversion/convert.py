@@ -7,16 +7,13 @@ and apart from each other, in one pass of the model a step, and no graph is long
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..features import PositiveFeatures
@@ -100,7 +97,8 @@ def convert(
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         check_alike(seed=seed, settings=transfer.settings(), mechanisms=transfer.digest(), save_every=saved)
-        with transfer.layers_in_float32(), _progress_bar(progress, steps) as tell:
+        hidden = not progress or process_rank() > 0
+        with transfer.layers_in_float32(), tqdm(total=steps, desc="attention transfer", disable=hidden) as bar:
             expected = None if state is None else transfer.load(state, before)
             check_alike(steps_in_the_checkpoint=transfer.step)
             data.skip(transfer.step)
@@ -113,7 +111,8 @@ def convert(
             while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
                 transfer.train(data.next())
                 transfer.seconds = time.perf_counter() - started
-                tell(transfer.step, transfer.mean_error())
+                bar.set_postfix_str(f"error {transfer.mean_error():.3f}", refresh=False)
+                bar.update(transfer.step - bar.n)
                 if state is not None and (transfer.step % save_every == 0 or transfer.step == steps):
                     seen = data.digest()
                     if process_rank() == 0:
@@ -134,15 +133,3 @@ def _check_numbers(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
-
-
-@contextmanager
-def _progress_bar(shown: bool, steps: int) -> Iterator[Callable[[int, float], None]]:
-    """A progress bar with the error of the last step, on the main process."""
-    columns = (
-        TextColumn("attention transfer"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("error {task.fields[error]:.3f}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), disable=not shown or process_rank() > 0) as bar:
-        row = bar.add_task("", total=steps, error=math.nan)
-        yield lambda step, error: bar.update(row, completed=step, error=error)

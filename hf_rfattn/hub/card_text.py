@@ -5,7 +5,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..commands import in_bytes
 from ..mechanisms.naming import attention_label, full_config
 from ..results import (
     RESULTS,
@@ -21,6 +20,7 @@ from ..results import (
     number,
 )
 from ..results.report import DASH
+from ..results.units import in_bytes
 from .card_plot import plot_results
 from .citations import cite
 from .findings import Comparison, crossover, limitations

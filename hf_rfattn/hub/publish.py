@@ -15,9 +15,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from ..commands import named_model_class
 from ..integration import names as names_module
 from ..integration.names import CODE
+from ..integration.reading import named_model_class
 from ..results import RESULTS
 from ..results.fingerprint import CONFIG, INDEX
 from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card, unclean_results

@@ -19,7 +19,8 @@ from .names import CACHE, NAME
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context.
+    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context; unless the
+    mechanism holds all keys.
 
     They are not made in inference mode, since they could then not be updated outside of it.
     """
@@ -120,9 +121,8 @@ class RecurrentLayer(CacheLayerMixin):
                 "cache.batch_repeat_interleave(n)."
             )
         if self.state is None:
-            dtype = torch.promote_types(v.dtype, torch.float32)
             with torch.inference_mode(False):
-                self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
+                self.state = _empty_state(mechanism, k.shape[0], v, self.static_length)
             self.is_initialized = True
             if self.is_compileable and not torch.compiler.is_compiling():
                 for tensor in (*self.state.tensors(), self.count):
@@ -201,6 +201,12 @@ class RecurrentLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         raise NotImplementedError(_ROLLBACK)
+
+
+def _empty_state(mechanism: Mechanism, batch: int, v: Tensor, length: int | None) -> State:
+    if mechanism.holds_all_keys:  # in the model's precision, like softmax; a static cache has room for all of them
+        return mechanism.new_state(batch, v.shape[-1], v.dtype, v.device, length or 0)  # type: ignore[call-arg]
+    return mechanism.new_state(batch, v.shape[-1], torch.promote_types(v.dtype, torch.float32), v.device)
 
 
 _ROLLBACK = (

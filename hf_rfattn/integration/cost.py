@@ -44,7 +44,7 @@ def attention_cost(
     heads, kv_heads, head_dim = mechanism.num_heads, mechanism.num_kv_heads, mechanism.head_dim
     if causal:
         softmax_memory = kv_heads * length * 2 * head_dim * dtype.itemsize
-        memory = state_bytes(mechanism, dtype)
+        memory = state_bytes(mechanism, dtype, length)
     else:
         softmax_memory = heads * length * length * dtype.itemsize
         bandwidth = getattr(mechanism.config, "bandwidth", None)
@@ -59,10 +59,14 @@ def attention_cost(
     )
 
 
-def state_bytes(mechanism: Mechanism, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that generation keeps of one sequence, however long: those of the mechanism's state, float32 or more."""
-    state_dtype = torch.promote_types(dtype, torch.float32)
-    state = mechanism.new_state(1, mechanism.head_dim, state_dtype, "meta")
+def state_bytes(mechanism: Mechanism, dtype: torch.dtype = torch.float32, length: int = 0) -> int:
+    """Bytes that generation keeps of one sequence of `length` tokens: those of the mechanism's state, which is float32
+    or more and does not depend on the length, unless it holds all keys.
+    """
+    if mechanism.holds_all_keys:
+        state = mechanism.new_state(1, mechanism.head_dim, dtype, "meta", length)  # type: ignore[call-arg]
+    else:
+        state = mechanism.new_state(1, mechanism.head_dim, torch.promote_types(dtype, torch.float32), "meta")
     return sum(tensor.nbytes for tensor in state.tensors())
 
 

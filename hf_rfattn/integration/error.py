@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..extras import naming_the_extra
 from ..features import PositiveFeatures
 from ..mechanisms import Mechanism, build_mechanism
 from ..ops import softmax_attention
@@ -57,7 +58,8 @@ class AttentionError:
 
     def plot(self, path: str | Path | None = None):
         """Errors by layer beside "average"; saved to `path` if given. Returns the matplotlib figure."""
-        from matplotlib.figure import Figure
+        with naming_the_extra():
+            from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()

@@ -210,7 +210,8 @@ def _cheapest(options: list[Candidate], budget: float) -> tuple[Candidate, str]:
     cheaper = [option for option in options if option.cost < 1]
     within = [option for option in cheaper if option.error <= budget]
     if within:
-        return min(within, key=lambda option: option.cost), f"cheapest of {len(within)} within an error of {budget:g}"
+        best = min(within, key=lambda o: (round(o.cost, 2), o.error))  # of those that cost the same, the closest
+        return best, f"cheapest of {len(within)} within an error of {budget:g}"
     if cheaper:
         return _EXACT, f"no candidate is within {budget:g}; the closest is {min(cheaper, key=lambda o: o.error)}"
     return _EXACT, "softmax is the cheapest at this length"

@@ -4,8 +4,8 @@ import importlib
 import pkgutil
 
 from .base import LinearMechanism, Mechanism
-from .config import MechanismConfig
-from .registry import build_mechanism, mechanism_names, register_mechanism, resolve_config
+from .config import MechanismConfig, describe_options, option
+from .registry import build_mechanism, mechanism_names, parse_attention, register_mechanism, resolve_config
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -15,7 +15,10 @@ __all__ = [
     "Mechanism",
     "MechanismConfig",
     "build_mechanism",
+    "describe_options",
     "mechanism_names",
+    "option",
+    "parse_attention",
     "register_mechanism",
     "resolve_config",
 ]

@@ -11,21 +11,19 @@ import torch
 from ..ops import with_global_rows
 from ..ops.naive import masked_softmax, repeat_heads
 from .base import Mechanism
-from .config import MechanismConfig, check_at_least
+from .config import MechanismConfig, check_at_least, option
 from .near_field import Window, near_attention, near_multiply_adds, near_pairs
 from .registry import register_mechanism
 
 
 @dataclass(frozen=True)
 class BandConfig(MechanismConfig):
-    """Options of "band".
+    """Options of "band"."""
 
-    `bandwidth`: keys at this distance or less are seen. `global_tokens`: so many tokens at the start of each sequence
-    (and at its end, unless causal) are seen by every query, and see every key.
-    """
-
-    bandwidth: int = 32
-    global_tokens: int = 0
+    bandwidth: int = option(32, "A query sees the keys at this distance or less.")
+    global_tokens: int = option(
+        0, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

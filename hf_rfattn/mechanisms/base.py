@@ -22,6 +22,7 @@ class Mechanism(nn.Module):
     """
 
     handles_cross_attention: ClassVar[bool] = True
+    holds_all_keys: ClassVar[bool] = False  # in its state of generation, which then grows with the tokens
 
     def __init__(
         self, config: MechanismConfig, *, num_heads: int, num_kv_heads: int, head_dim: int, seed: tuple[int, ...]
@@ -55,7 +56,9 @@ class Mechanism(nn.Module):
         raise NotImplementedError
 
     def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """The state of generation before the first token."""
+        """The state of generation before the first token. With `holds_all_keys` it takes one more argument, the number
+        of tokens to make room for.
+        """
         raise NotImplementedError
 
     def dense_weights(
@@ -124,12 +127,14 @@ class Mechanism(nn.Module):
             out = self.attend(q, k, v, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
             return out[:, :, ahead:] if ahead else out
 
-    def _attend_unpacked(self, q, k, v, scale: float, key_mask: Tensor | None, segments: Tensor) -> Tensor:
-        """Bidirectional attention of packed sequences, each in a row of its own."""
+    def _attend_unpacked(
+        self, q, k, v, scale: float, key_mask: Tensor | None, segments: Tensor, causal: bool = False
+    ) -> Tensor:
+        """Attention of packed sequences, each in a row of its own."""
         out = q.new_zeros(*q.shape[:3], v.shape[3])
         for group in unpack(segments):
             mask = group.inside if key_mask is None else group.inside & key_mask[group.row, group.position]
-            part = self.attend(*map(group.take, (q, k, v)), scale=scale, key_mask=mask, causal=False, segments=None)
+            part = self.attend(*map(group.take, (q, k, v)), scale=scale, key_mask=mask, causal=causal, segments=None)
             out = group.put(out, part)
         return out
 

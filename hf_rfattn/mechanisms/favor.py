@@ -12,30 +12,26 @@ from typing import Any, Literal
 from ..features import FeatureMap, LearnedPositiveFeatures, PositiveFeatures, ReluFeatures
 from ..features.projections import Projection
 from .base import LinearMechanism
-from .config import MechanismConfig, check_at_least, default_features
+from .config import MechanismConfig, check_at_least, default_features, option
 from .registry import register_mechanism
 
 
 @dataclass(frozen=True)
 class FavorConfig(MechanismConfig):
-    """Options of "favor+".
+    """Options of "favor+"."""
 
-    `num_features`: length of φ, by default the head size. `projection`: how the rows of ω repel each other.
-    `hadamard_blocks`: factors H·D of the Hadamard product. `kernel`: "softmax", or "relu" for the generalised attention
-    of the paper. `antithetic`: ω in ± pairs. `variance`: "optimal" is FAVOR++, whose one statistic of the data
-    `hf_rfattn.calibrate` measures. `redraw_interval`: optimizer steps between new draws; None keeps the first.
-    `trainable`: ω, of queries and of keys, starts at the draw and is learned, and so is a temperature; no new ω are
-    drawn then.
-    """
-
-    num_features: int | None = None
-    projection: Projection = "orthogonal"
-    hadamard_blocks: int = 3
-    kernel: Literal["softmax", "relu"] = "softmax"
-    antithetic: bool = False
-    variance: Literal["standard", "optimal"] = "standard"
-    redraw_interval: int | None = None
-    trainable: bool = False
+    num_features: int | None = option(None, "Number of random features M. Default: the head size.")
+    projection: Projection = option("orthogonal", "How the rows ω are drawn: independent, or orthogonal to each other.")
+    hadamard_blocks: int = option(3, "Number of factors H·D in a Hadamard projection.")
+    kernel: Literal["softmax", "relu"] = option("softmax", "Kernel; relu is the generalised attention of the paper.")
+    antithetic: bool = option(False, "Draw ω in pairs of opposite sign.")
+    variance: Literal["standard", "optimal"] = option(
+        "standard", "optimal is FAVOR++, whose statistic of the data `hf_rfattn.calibrate` measures."
+    )
+    redraw_interval: int | None = option(None, "Optimizer steps between new draws; null keeps the first draw.")
+    trainable: bool = option(
+        False, "Learn ω of queries and of keys and a temperature, starting at the draw; nothing is redrawn then."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,23 +19,26 @@ from torch import Tensor, nn
 from ..ops import State, Sums, causal_linear_attention, global_keys, merge, with_global_rows
 from ..ops.naive import allowed_pairs, masked_softmax, normalised_weights, repeat_heads
 from .base import LinearMechanism, Mechanism
-from .config import MechanismConfig, check_at_least
+from .config import MechanismConfig, check_at_least, option
 from .near_field import Window, near_attention, near_multiply_adds, near_pairs
 from .registry import mechanism_class, register_mechanism, resolve_config
 
 
 @dataclass(frozen=True)
 class FmmConfig(MechanismConfig):
-    """Options of "fmm".
+    """Options of "fmm"."""
 
-    `bandwidth` and `global_tokens`: the near field, as in "band". `far`: one or more linear mechanisms by name or
-    config, for example ("elu", "elu-", "tanh") as in the paper. `normalizer`: "separate" or "joint".
-    """
-
-    bandwidth: int = 32
-    far: tuple[str | MechanismConfig, ...] = ("favor+",)
-    normalizer: Literal["separate", "joint"] = "separate"
-    global_tokens: int = 0
+    bandwidth: int = option(32, "Keys at this distance or less are in the near field, which is exact.")
+    far: tuple[str | MechanismConfig, ...] = option(
+        ("favor+",),
+        "Linear mechanisms of the far field, by name or config, one or more; the paper uses elu, elu-, tanh.",
+    )
+    normalizer: Literal["separate", "joint"] = option(
+        "separate", "separate: near and far field are normalised each and added, as in the paper; joint: together."
+    )
+    global_tokens: int = option(
+        0, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.far, (str, MechanismConfig)):

@@ -10,18 +10,15 @@ from dataclasses import dataclass
 
 from ..features import HedgehogFeatures
 from .base import LinearMechanism
-from .config import MechanismConfig, check_at_least, default_features
+from .config import MechanismConfig, check_at_least, default_features, option
 from .registry import register_mechanism
 
 
 @dataclass(frozen=True)
 class HedgehogConfig(MechanismConfig):
-    """Options of "hedgehog".
+    """Options of "hedgehog"."""
 
-    `num_features`: length of φ, by default twice the head size.
-    """
-
-    num_features: int | None = None
+    num_features: int | None = option(None, "Number of features M, an even number. Default: twice the head size.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

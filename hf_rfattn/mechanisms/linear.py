@@ -9,18 +9,17 @@ from typing import Any, Literal
 
 from ..features import EluFeatures, FeatureMap, TanhFeatures
 from .base import LinearMechanism
-from .config import MechanismConfig
+from .config import MechanismConfig, option
 from .registry import register_mechanism
 
 
 @dataclass(frozen=True)
 class LinearConfig(MechanismConfig):
-    """Options of "linear".
+    """Options of "linear"."""
 
-    `feature_map`: elu(x) + 1, elu(-x) + 1 or tanh(x); tanh is signed, so its denominator is guarded.
-    """
-
-    feature_map: Literal["elu", "elu-", "tanh"] = "elu"
+    feature_map: Literal["elu", "elu-", "tanh"] = option(
+        "elu", "elu(x) + 1, elu(-x) + 1 or tanh(x). tanh is signed, so its denominator is guarded."
+    )
 
 
 class LinearAttention(LinearMechanism):

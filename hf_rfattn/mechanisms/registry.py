@@ -1,12 +1,14 @@
 """Which mechanisms there are, and how a name, a config or a document becomes one of them."""
 
 import dataclasses
+import json
+import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .base import Mechanism
-from .config import MechanismConfig, check_nesting, check_options, did_you_mean
+from .config import MechanismConfig, check_nesting, check_options, describe_options, did_you_mean
 
 
 class _Entry(typing.NamedTuple):
@@ -39,6 +41,8 @@ def register_mechanism(
     if not (dataclasses.is_dataclass(config) and issubclass(config, MechanismConfig)):
         raise ValueError(f"The config of {name!r} must be a frozen dataclass derived from MechanismConfig.")
     config.name = name
+    listed = "".join(f"\n    {o.name} = {o.default}: {o.help}" for o in describe_options(config))
+    config.__doc__ = f"{config.__doc__ or name}\n{listed}" if listed else config.__doc__  # for help()
     _REGISTRY[name] = _Entry(config, module)
     _ALIASES.update({alias: (name, dict(options)) for alias, options in (aliases or {}).items()})
 
@@ -55,6 +59,11 @@ def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
     ('linear', {'feature_map': 'elu-'})
     """
     return {alias: (name, dict(options)) for alias, (name, options) in sorted(_ALIASES.items())}
+
+
+def mechanism_title(config: type[MechanismConfig]) -> str:
+    """The first line of the file that defines a mechanism."""
+    return (sys.modules[config.__module__].__doc__ or "").strip().partition("\n")[0]
 
 
 def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
@@ -97,6 +106,26 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
     options = {**preset, **options}
     check_options(name, config, options)
     return config(**options)
+
+
+def parse_attention(attention: str, assignments: Iterable[str]) -> MechanismConfig:
+    """The config of a mechanism with options NAME=VALUE, values in JSON or plain text.
+
+    >>> parse_attention("fmm", ["bandwidth=8", "normalizer=joint"]).bandwidth
+    8
+    """
+    document: dict[str, Any] = {"mechanism": attention}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"{assignment!r} is not an option; write NAME=VALUE, for example num_features=128.")
+        if name in document:
+            raise ValueError(f"{name!r} is given twice.")
+        try:
+            document[name] = json.loads(value)
+        except json.JSONDecodeError:
+            document[name] = value
+    return resolve_config(document)
 
 
 def _restored(value: Any) -> Any:

@@ -13,28 +13,25 @@ from typing import Any, Literal
 from ..features import FourierFeatures
 from ..features.projections import Projection
 from .base import LinearMechanism
-from .config import MechanismConfig, check_at_least, default_features
+from .config import MechanismConfig, check_at_least, default_features, option
 from .registry import register_mechanism
 
 
 @dataclass(frozen=True)
 class RffConfig(MechanismConfig):
-    """Options of "rff".
+    """Options of "rff"."""
 
-    `num_features`: length of φ, by default the head size. `kernel`: of unit queries and keys. `projection`: null means
-    orthogonal for the Gaussian and iid for the others, whose frequencies are independent by coordinate.
-    `hadamard_blocks`: factors H·D of the Hadamard product. `form`: pairs of sine and cosine, or cosines with a random
-    phase. `normalize_qk`: unit queries and keys with a learned temperature; without it features are signed and
-    unbounded, and the error is large. `redraw_interval`: optimizer steps between new draws; None keeps the first.
-    """
-
-    num_features: int | None = None
-    kernel: Literal["gaussian", "laplace", "cauchy"] = "gaussian"
-    projection: Projection | None = None
-    hadamard_blocks: int = 3
-    form: Literal["sincos", "cos"] = "sincos"
-    normalize_qk: bool = True
-    redraw_interval: int | None = None
+    num_features: int | None = option(None, "Number of random features M. Default: the head size.")
+    kernel: Literal["gaussian", "laplace", "cauchy"] = option("gaussian", "Shift-invariant kernel of queries and keys.")
+    projection: Projection | None = option(
+        None, "How frequencies are drawn. Default: orthogonal for the Gaussian kernel, iid for the others."
+    )
+    hadamard_blocks: int = option(3, "Number of factors H·D in a Hadamard projection.")
+    form: Literal["sincos", "cos"] = option("sincos", "Pairs of sine and cosine, or cosines with a random phase.")
+    normalize_qk: bool = option(
+        True, "Normalise queries and keys to length 1, with a learned temperature. Without it the error is large."
+    )
+    redraw_interval: int | None = option(None, "Optimizer steps between new draws; null keeps the first draw.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

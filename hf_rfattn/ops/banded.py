@@ -177,16 +177,25 @@ def global_attention(
 
 
 def with_global_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, count: int, *, scale: float = 1.0, key_mask: Tensor | None = None
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: int,
+    *,
+    scale: float = 1.0,
+    key_mask: Tensor | None = None,
+    last: bool = True,
 ) -> Tensor:
-    """The same output `[B, H, L, D]`, with softmax over all keys in the rows of global tokens. O(count · L · D).
+    """The same output `[B, H, L, D]`, with softmax over all keys in the rows of global tokens: the first `count` and,
+    unless `last` is False, the last. O(count · L · D).
 
     For bidirectional attention: causal global tokens, at the start of a sequence, see hardly any others.
     """
     B, H, L, D = out.shape
     dtype = compute_dtype(q)
-    chosen = global_keys(L, count, key_mask, False, None, out.device).expand(B, L)
-    index = positions_of(chosen, 2 * count, None)[:, 0]  # [B, N]
+    chosen = global_keys(L, count, key_mask, not last, None, out.device).expand(B, L)
+    index = positions_of(chosen, (1 + last) * count, None)[:, 0]  # [B, N]
     there, index = index >= 0, index.clamp(min=0)
     bias = None if key_mask is None else bias_of(key_mask[:, None, None], dtype)
     at = index[:, None, :, None]

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from .multipole_choice import CausalSizes, Order, Sizes, choose_blocks, choose_for_each, inverse, orders, take
+from .tiles import into_tiles
+
 
 def allowed_pairs(
     q_length: int,
@@ -54,3 +57,63 @@ def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Key heads repeated for the query heads that share them."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def multipole_weights(x: Tensor, y: Tensor, sizes: Sizes, order: Order, seen: Tensor, global_rows: int) -> Tensor:
+    """Multipole attention of one sequence as a dense matrix `[H, Lq, Lk]`.
+
+    Queries `[H, Lq, D]` and keys `[K, Lk, D]` carry the square root of the scale; `seen` `[Lk]`: keys that exist, and
+    if Lq = Lk queries that exist. The first `global_rows` of these queries see every key.
+    """
+    x, y, y_seen = x[None], y[None], seen[None, None]
+    x_seen = y_seen if x.shape[2] == y.shape[2] else torch.ones_like(x[:, :1, :, 0], dtype=torch.bool)
+    y_order, x_order = orders(x, y, x_seen, y_seen, sizes, order, 1.0)
+    heads, y = x.shape[1], repeat_heads(y, x.shape[1])
+    y_order = repeat_heads(y_order, heads)
+    block, tile = inverse(y_order) // sizes.block, inverse(x_order) // sizes.tile  # [1, H, L]
+    number = torch.arange(-(-y.shape[2] // sizes.block), device=y.device)
+    member = ((block.unsqueeze(2) == number[:, None]) & y_seen.unsqueeze(2))[0]  # [H, B, Lk]
+
+    tiles = into_tiles(take(x, x_order), sizes.tile)[0]  # [H, T, C, D]
+    counted = into_tiles(x_seen.expand(1, heads, -1).gather(2, x_order).unsqueeze(-1), sizes.tile)[0]
+    low, high = _corners(y[0], member)
+    chosen = choose_blocks(tiles, counted, low, high, min(sizes.chosen, len(number)), sizes.first, 1.0)
+    near = torch.zeros(*chosen.shape[:2], len(number), device=x.device).scatter(2, chosen, 1.0)
+    near = near.bool().gather(1, tile[0].unsqueeze(-1).expand(-1, -1, len(number)))  # [H, Lq, B]
+    if x.shape[2] == y.shape[2]:
+        near = near | ((seen.cumsum(0) <= global_rows) & seen)[:, None]
+    return _near_and_far(x[0], y[0], member, near, ~near)
+
+
+def causal_multipole_weights(x: Tensor, y: Tensor, sizes: CausalSizes, seen: Tensor) -> Tensor:
+    """Causal multipole attention of one sequence, `[H, L, L]`, as `multipole_weights`."""
+    y = repeat_heads(y[None], x.shape[0])[0]
+    rank = seen.long().cumsum(0) - 1
+    number = torch.arange(-(-y.shape[1] // sizes.block), device=y.device)
+    member = ((rank // sizes.block == number[:, None]) & seen).expand(y.shape[0], -1, -1)
+    low, high = _corners(y[None], member[None])
+    choice = choose_for_each(x[None], rank[None, None], low, high, sizes)
+    far = choice.far[0] > -torch.inf  # [H, L, B]
+    allowed = (rank <= rank[:, None]) & seen  # key j exists and is not later than query i
+    return _near_and_far(x, y, member, ~far, far, allowed)
+
+
+def _corners(y: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest coordinates of the keys of each block: `[..., L, D]`, `[..., B, L]` → `[..., B, D]`."""
+    keys, member = y.detach().unsqueeze(-3), member.unsqueeze(-1)
+    return keys.where(member, torch.inf).amin(-2), keys.where(member, -torch.inf).amax(-2)
+
+
+def _near_and_far(x, y, member: Tensor, near: Tensor, far: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """Keys of near blocks count one by one, far blocks as so many keys at their mean: `near`, `far` `[H, Lq, B]`."""
+    one = member.to(y.dtype)
+    count = one.sum(2)
+    exact = near.to(y.dtype) @ one > 0
+    if allowed is not None:
+        exact = exact & allowed
+    far = far & (count > 0).unsqueeze(1)
+    means = (one @ y) / count.clamp(min=1).unsqueeze(-1)
+    scores = torch.cat([x @ y.mT, x @ means.mT + count.clamp(min=1).log().unsqueeze(1)], dim=-1)
+    weights = masked_softmax(scores, torch.cat([exact, far], dim=-1))
+    keys, blocks = weights.split([y.shape[1], means.shape[1]], dim=-1)
+    return keys + (blocks / count.clamp(min=1).unsqueeze(1)) @ one

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
 from .. import patch_model, unpatch_model
-from ..commands import first_tokens, load_config
 from ..integration.discovery import find_attention
 from ..integration.error import softmax_in_place
+from ..integration.reading import first_tokens, load_config
 from ..mechanisms import Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 from ..results import name_of

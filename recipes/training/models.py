@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.commands import longest_input
 
 from .options import CommonOptions, RunOptions, mechanism_options
 
@@ -148,7 +147,7 @@ def mechanism_parameters(model: nn.Module) -> set[str]:
 
 def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
     """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
-    limit = longest_input(model)
+    limit = hf_rfattn.longest_input(model)
     if wanted is None:
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:

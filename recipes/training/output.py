@@ -19,8 +19,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hf_rfattn.commands import in_bytes
 from hf_rfattn.results import write_result
+from hf_rfattn.results.units import in_bytes
 
 from .options import RunOptions, flag
 

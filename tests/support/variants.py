@@ -35,6 +35,9 @@ OPTIONS = [
     ("fmm", {"bandwidth": 3, "normalizer": "joint", "global_tokens": 2, "far": "elu"}),
     ("fmm", {"bandwidth": 3, "global_tokens": 2, "far": ("elu", "tanh")}),
     ("fmm", {"bandwidth": 3, "normalizer": "joint", "far": (FavorConfig(kernel="relu"),)}),
+    ("multipole", {"exact_keys": 12, "block": 3, "tile": 8}),
+    ("multipole", {"exact_keys": 16, "block": 4, "tile": 4, "order": "position", "global_tokens": 0}),
+    ("multipole", {"exact_keys": 20, "block": 5, "tile": 12, "order": "content", "global_tokens": 2}),
 ]
 
 

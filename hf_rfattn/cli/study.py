@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..commands import errors_without_traceback
+from .errors import errors_without_traceback
 
 app = typer.Typer(
     name="study",
@@ -88,8 +88,8 @@ def _text(model: str | None, text_file: Path | None, tokens: int | None) -> dict
 def _run(name: str, full: bool, output: Path, **settings: Any) -> None:
     """Measure behind a progress bar, write, print."""
     with errors_without_traceback():
-        from . import study_class
-        from .base import run_study, write_study
+        from ..study import study_class
+        from ..study.base import run_study, write_study
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")

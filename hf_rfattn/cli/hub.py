@@ -5,16 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from ..commands import INTERRUPTED, errors_without_traceback, in_bytes
+from .errors import INTERRUPTED, errors_without_traceback
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What save_pretrained of a patched model has written.")]
-
-
-def add_commands(app: typer.Typer) -> None:
-    app.command()(card)
-    app.command()(publish)
 
 
 def card(
@@ -28,9 +22,9 @@ def card(
 ) -> None:
     """Write a model card (README.md, results.png) from the checkpoint in DIR and the result files in DIR/results."""
     with errors_without_traceback():
+        from ..hub.cards import write_card
+        from ..hub.folder import CheckpointFolder
         from ..results import RESULTS, read_results, write_result
-        from .cards import write_card
-        from .folder import CheckpointFolder
 
         inside = CheckpointFolder(folder).path / RESULTS
         if results is not None:
@@ -42,7 +36,9 @@ def card(
                     write_result(dict(result.document), inside / result.file)
         path = write_card(folder, repo_id=repo, base_model=base_model, license=license)
     measured = len(list(inside.glob("*.json")))
-    _print(f"Written: {path}, from {measured} result files" if measured else f"Written: {path}; it claims no result")
+    typer.echo(
+        f"Written: {path}, from {measured} result files" if measured else f"Written: {path}; it claims no result"
+    )
 
 
 def publish(
@@ -66,8 +62,9 @@ def publish(
     with errors_without_traceback():
         import transformers
 
-        from .publish import make_plan
-        from .publish import publish as send
+        from ..hub.publish import make_plan
+        from ..hub.publish import publish as send
+        from ..results.units import in_bytes
 
         transformers.logging.set_verbosity_error()
         sent = list(include or ())
@@ -79,17 +76,15 @@ def publish(
             sent += asked
             plan = make_plan(folder, repo, revision, sent)
         for name, size in plan.files.items():
-            _print(f"{in_bytes(size):>12}  {name}")
-        _print(f"{in_bytes(plan.size):>12}  {len(plan.files)} files, to {plan.address}")
+            typer.echo(f"{in_bytes(size):>12}  {name}")
+        typer.echo(f"{in_bytes(plan.size):>12}  {len(plan.files)} files, to {plan.address}")
         if plan.left_out:
-            _print(f"Left out: {', '.join(plan.left_out)} (--include FILE sends one)")
+            typer.echo(f"Left out: {', '.join(plan.left_out)} (--include FILE sends one)")
         try:
-            address = send(folder, repo, private=private, revision=revision, dry_run=dry_run, include=sent, tell=_print)
+            address = send(
+                folder, repo, private=private, revision=revision, dry_run=dry_run, include=sent, tell=typer.echo
+            )
         except KeyboardInterrupt:
-            _print("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
+            typer.echo("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
             raise typer.Exit(INTERRUPTED) from None
-    _print("Everything is in order; nothing was sent." if dry_run else f"Published: {address}")
-
-
-def _print(line: str) -> None:
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    typer.echo("Everything is in order; nothing was sent." if dry_run else f"Published: {address}")

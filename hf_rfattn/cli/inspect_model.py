@@ -5,34 +5,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from .commands import (
-    errors_without_traceback,
-    first_tokens,
-    in_bytes,
-    load_config,
-    model_class,
-    option_values,
-    parse_attention,
-    parse_numbers,
-    si,
-)
+from .errors import errors_without_traceback, parse_numbers
+from .patch_model import Model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from .integration.discovery import AttentionSite
-    from .mechanisms import Mechanism, MechanismConfig
+    from ..integration.discovery import AttentionSite
+    from ..mechanisms import Mechanism, MechanismConfig
 
 MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic
 LENGTHS = "128,512,2048,8192"
 
 
 def inspect_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a model's name on the Hub.")],
+    model: Model,
     more: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE", help="The same as --options.")] = None,
     attention: Annotated[str, typer.Option(help="A mechanism of `hf-rfattn list`.")] = "favor+",
     options: Annotated[
@@ -55,14 +44,16 @@ def inspect_model(
     on this machine, or else a count of multiply-adds.
     """
     with errors_without_traceback():
+        from ..mechanisms import parse_attention
+
         counted = parse_numbers("--lengths", lengths, LENGTHS)
         config = parse_attention(attention, [*(options or []), *(more or [])])
         text = _read_text(text, text_file)
         report = _inspect(model, config, counted, measurements, text)
-    if as_json:
-        print(json.dumps(report, indent=2, default=lambda error: error.to_dict()))
-    else:
-        _print_report(report, Console())
+        if as_json:
+            typer.echo(json.dumps(report, indent=2, default=lambda error: error.to_dict()))
+        else:
+            typer.echo("\n".join(_report_lines(report)))
 
 
 def _read_text(text: str | None, file: Path | None) -> str | None:
@@ -82,9 +73,10 @@ def _inspect(
     import torch
     import transformers
 
-    from .integration.cost import crossover_length, is_causal
-    from .integration.discovery import find_attention
-    from .integration.positions import learned_positions
+    from ..integration.cost import crossover_length, is_causal
+    from ..integration.discovery import find_attention
+    from ..integration.positions import learned_positions
+    from ..integration.reading import load_config, model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -122,7 +114,7 @@ def _patch(model: "PreTrainedModel", config: "MechanismConfig") -> None:
     """patch_model itself, so that what is shown is what it does; its warnings are part of the report."""
     import warnings
 
-    from . import patch_model
+    from .. import patch_model
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -130,7 +122,7 @@ def _patch(model: "PreTrainedModel", config: "MechanismConfig") -> None:
 
 
 def _site_document(site: "AttentionSite") -> dict[str, Any]:
-    from .integration.cost import is_causal
+    from ..integration.cost import is_causal
 
     mechanism = getattr(site.module, "rf", None)
     reason = site.refusal or ("cross-attention stays softmax unless cross_attention=True" if site.cross else None)
@@ -149,7 +141,7 @@ def _site_document(site: "AttentionSite") -> dict[str, Any]:
 
 def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.dtype") -> dict[str, int]:
     """Multiply-adds and memory of all patched modules, one sequence."""
-    from .integration.cost import attention_cost
+    from ..integration.cost import attention_cost
 
     cost: dict[str, int] = {"length": length, "multiply_adds": 0, "softmax_multiply_adds": 0}
     for mechanism, causal in patched:
@@ -166,8 +158,8 @@ def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[d
 
     A count does not tell training from inference; it is given for what was not measured at all.
     """
-    from .bench.break_even import find_crossover
-    from .integration.cost import crossover_length
+    from ..bench.break_even import find_crossover
+    from ..integration.cost import crossover_length
 
     kinds: dict[tuple[bool, int, int], list[tuple[Mechanism, bool]]] = {}
     for mechanism, causal in patched:
@@ -196,7 +188,8 @@ def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[d
 
 def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) -> dict[str, Any]:
     """Number of tokens of the text that were used, and the error on them."""
-    from . import attention_error
+    from .. import attention_error
+    from ..integration.reading import first_tokens
 
     model = cls.from_pretrained(name, trust_remote_code=False).eval()
     batch = first_tokens(text, name, model, MOST_TOKENS)
@@ -204,34 +197,28 @@ def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) ->
     return {"tokens": batch["input_ids"].numel(), "error": attention_error(model, batch)}
 
 
-def _print_report(report: dict[str, Any], console: Console) -> None:
-    name = report["attention"]["mechanism"]
+def _report_lines(report: dict[str, Any]) -> list[str]:
+    from ..mechanisms.config import option_value
+
     options = {k: v for k, v in report["attention"].items() if k != "mechanism"}
-    console.print(f"{report['model']}: {report['class']}, {report['dtype']}", highlight=False, markup=False)
-    console.print(f"{name}: {option_values(options) or 'no options'}\n", highlight=False, markup=False)
-    _print_modules(report["modules"], console)
-    _print_costs(report, console)
-    _print_pays(report["pays"], console)
+    listed = ", ".join(f"{name}={option_value(value)}" for name, value in options.items())
+    lines = [f"{report['model']}: {report['class']}, {report['dtype']}"]
+    lines += [f"{report['attention']['mechanism']}: {listed or 'no options'}", ""]
+    lines += [*_module_lines(report["modules"]), "", *_cost_lines(report), "", *_pays_lines(report["pays"])]
     if report["learned_positions"] is not None:
-        console.print(
+        lines.append(
             f"\nThe model has learned positions for {report['learned_positions']:,} tokens. For longer inputs: "
-            "hf_rfattn.extend_positions, or `hf-rfattn patch ... --max-length`.",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            "hf_rfattn.extend_positions, or `hf-rfattn patch ... --max-length`."
         )
     if "error" in report:
-        console.print(
-            f"\nError on {report['tokens']} tokens of the text, weights as they are:\n{report['error']}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        lines.append(f"\nError on {report['tokens']} tokens of the text, weights as they are:\n{report['error']}")
+    return lines
 
 
-def _print_modules(modules: list[dict[str, Any]], console: Console) -> None:
+def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
     """One row for all modules that differ in their layer alone."""
-    from .integration.spec import format_layers
+    from ..integration.spec import format_layers
+    from ..integration.tables import text_table
 
     groups: dict[tuple[Any, ...], list[int]] = {}
     for module in modules:
@@ -241,28 +228,21 @@ def _print_modules(modules: list[dict[str, Any]], console: Console) -> None:
             parts[last] = "*"
         rest = {k: v for k, v in module.items() if k not in ("name", "layer")}
         groups.setdefault((".".join(parts), *rest.values()), []).append(module["layer"])
-    table = Table(box=None, pad_edge=False)
-    table.add_column("modules", overflow="fold")
-    for title in ("layers", "sees", "heads", "kv heads", "head size", "attention", "features"):
-        table.add_column(title)
-    reasons = []
+    rows, reasons = [], []
     for (name, kind, heads, kv_heads, head_dim, attention, features, reason), layers in groups.items():
         sees = {"causal": "the past", "bidirectional": "all", "cross": "the encoder"}[kind]
-        table.add_row(
-            name,
-            format_layers(layers).replace(",", ", "),
-            sees,
-            *map(str, (heads, kv_heads, head_dim, attention)),
-            "" if features is None else str(features),
-        )
+        where = format_layers(layers).replace(",", ", ")
+        rows.append((name, where, sees, heads, kv_heads, head_dim, attention, "" if features is None else features))
         if reason:
             reasons.append(f"{name} stays softmax: {reason}.")
-    console.print(table, markup=False)
-    for reason in reasons:
-        console.print(reason, highlight=False, markup=False)
+    titles = ("modules", "layers", "sees", "heads", "kv heads", "head size", "attention", "features")
+    return [text_table(dict.fromkeys(titles, "<"), rows), *reasons]
 
 
-def _print_costs(report: dict[str, Any], console: Console) -> None:
+def _cost_lines(report: dict[str, Any]) -> list[str]:
+    from ..integration.tables import text_table
+    from ..results.units import in_bytes, si
+
     name = report["attention"]["mechanism"]
     memory = {
         "kv_cache_bytes": "softmax: KV cache",
@@ -271,43 +251,38 @@ def _print_costs(report: dict[str, Any], console: Console) -> None:
         "feature_bytes": f"{name}: features",
     }
     memory = {key: title for key, title in memory.items() if key in report["costs"][0]}
-    console.print("\nAll patched modules together, one sequence, counted:", highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("length", "softmax: mult-adds", f"{name}: mult-adds", "ratio", *memory.values()):
-        table.add_column(title, justify="right")
-    for cost in report["costs"]:
-        table.add_row(
-            str(cost["length"]),
+    rows = [
+        (
+            cost["length"],
             si(cost["softmax_multiply_adds"]),
             si(cost["multiply_adds"]),
             f"{cost['multiply_adds'] / cost['softmax_multiply_adds']:.3g}",
             *(in_bytes(cost[key]) for key in memory),
         )
-    console.print(table, markup=False)
+        for cost in report["costs"]
+    ]
+    titles = ("length", "softmax: mult-adds", f"{name}: mult-adds", "ratio", *memory.values())
+    lines = ["All patched modules together, one sequence, counted:", text_table(dict.fromkeys(titles, ">"), rows)]
     if "state_bytes" in memory:
-        console.print("State: all that generate() keeps of a sequence, in float32; the KV cache grows by every token.")
+        lines.append("State: all that generate() keeps of a sequence, in float32; the KV cache grows with every token.")
     if "feature_bytes" in memory:
-        console.print("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
+        lines.append("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
+    return lines
 
 
-def _print_pays(rows: list[dict[str, Any]], console: Console) -> None:
-    console.print("\nFrom which length on it pays:", highlight=False)
-    several = len({(row["kind"], row["head_dim"], row["num_features"]) for row in rows}) > len(
-        {r["kind"] for r in rows}
-    )
+def _pays_lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["Break-even sequence length:"]
+    several = len({(r["kind"], r["head_dim"], r["num_features"]) for r in rows}) > len({r["kind"] for r in rows})
     for row in rows:
         what = row["kind"] + (f", heads of {row['head_dim']}, {row['num_features']} features" if several else "")
         when = f"from {row['length']:,} on" if row["length"] else "at no length"
         if row["known"] == "measured":
-            line = f"{what}, {row['in']}: {when}, measured here: {row['source']}."
+            lines.append(f"  {what}, {row['in']}: {when}, measured here: {row['source']}.")
         else:
-            line = f"{what}: {when}, counted."
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            lines.append(f"  {what}: {when}, counted.")
     notes = {
         "measured": "Measured with the nearest head size and number of features; other options are the benchmark's.",
-        "counted": "Counted in multiply-adds, which is optimistic: in time it pays later. `hf-rfattn bench ops` "
-        "measures this machine.",
+        "counted": "Counted in multiply-adds, which is optimistic: the break-even in time is later. "
+        "`hf-rfattn bench ops` measures this machine.",
     }
-    for known, note in notes.items():
-        if any(row["known"] == known for row in rows):
-            console.print(note, highlight=False, markup=False, soft_wrap=True)
+    return [*lines, *(note for known, note in notes.items() if any(row["known"] == known for row in rows))]

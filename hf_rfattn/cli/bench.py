@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..commands import errors_without_traceback, parse_choices, parse_numbers
-from .settings import CompileSettings, DecodeSettings, ModelSettings, OpsSettings, Settings, TimingSettings
+from ..bench.settings import CompileSettings, DecodeSettings, ModelSettings, OpsSettings, Settings, TimingSettings
+from .errors import errors_without_traceback, parse_choices, parse_numbers
 
 app = typer.Typer(name="bench", help="Measure speed and memory on this machine.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ def _add(name: str, module: str, settings: type[Settings], description: str) -> 
     def command(context: typer.Context, output: Path, **given: Any) -> None:
         with errors_without_traceback():
             chosen = settings(**{field.name: _parse(field, given[field.name]) for field in fields})
-            _run(importlib.import_module(f".{module}", __package__), chosen, output, _command(context))
+            _run(importlib.import_module(f"hf_rfattn.bench.{module}"), chosen, output, _command(context))
 
     keyword = Parameter.KEYWORD_ONLY
     parameters = [
@@ -85,6 +85,7 @@ def _command(context: typer.Context) -> str:
 
 def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None:
     """Measure, write the result, its plots and the documents for cards, and print its tables."""
+    import matplotlib.figure  # noqa: F401  # plots come last: better missed before hours of measuring
     import transformers
 
     from ..results import print_blocks, without_folders, write_images, write_result

@@ -1,0 +1,157 @@
+"""Multipole attention: exact where keys matter, block means elsewhere; close to softmax without training.
+
+out_i = (Σ_{j chosen} exp(x_iᵀy_j) v_j + Σ_{b not chosen} n_b exp(x_iᵀȳ_b) v̄_b) / (the same without values), over blocks
+b of n_b keys with mean key ȳ_b and mean value v̄_b. The blocks that matter are chosen by a bound on the scores of their
+keys, by tiles of queries or, causal, by each query. The fast multipole method, with distance in content. Greengard and
+Rokhlin (1987), "A fast algorithm for particle simulations".
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..ops import softmax_attention, with_global_rows
+from ..ops.autograd import traced
+from ..ops.multipole import multipole_attention
+from ..ops.multipole_causal import Context, causal_multipole_attention
+from ..ops.multipole_choice import SUBTILES, CausalSizes, Sizes
+from ..ops.naive import causal_multipole_weights, multipole_weights
+from .base import Mechanism
+from .config import MechanismConfig, check_at_least
+from .registry import register_mechanism
+
+# Longest input, keys a block and queries a tile: measured, see the error and the speed of each in the tables.
+BY_LENGTH = ((512, 8, 16), (4096, 16, 32))
+LONGER = (32, 64)
+CAUSAL_BLOCK = 8
+LOCAL = 4  # one part in so many of the exact keys of a causal query comes before it
+
+
+@dataclass(frozen=True)
+class MultipoleConfig(MechanismConfig):
+    """Options of "multipole".
+
+    `exact_keys`: so many keys count one by one for each query; inputs that are no longer are softmax attention.
+    `block`: keys summarised by one mean. `tile`: queries that choose together, a multiple of 4, unless causal. Both
+    depend on the length by default, and are smaller for short inputs. `global_tokens`: so many tokens at the start of
+    each sequence are exact for every query, and see every key. `order`: of tokens in blocks and tiles, unless causal:
+    by "position", by "content", or "auto", for each head as its queries and keys spread.
+    """
+
+    exact_keys: int = 128
+    block: int | None = None
+    tile: int | None = None
+    global_tokens: int = 1
+    order: Literal["auto", "position", "content"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 1, "exact_keys", "block")
+        check_at_least(self, 4, "tile")
+        check_at_least(self, 0, "global_tokens")
+        if self.tile is not None and self.tile % 4:
+            raise ValueError(f"tile must be a multiple of 4, not {self.tile}.")
+        largest = max(c for _, c, _ in BY_LENGTH) if self.block is None else self.block
+        if self.exact_keys < largest * (2 + -(-self.global_tokens // largest)):
+            raise ValueError(
+                f"exact_keys={self.exact_keys} must be at least two blocks of {largest} keys and those of "
+                f"global_tokens={self.global_tokens}; choose more, or a smaller block."
+            )
+
+
+class MultipoleAttention(Mechanism):
+    config: MultipoleConfig
+    holds_all_keys = True
+
+    def attend(self, q, k, v, *, scale, key_mask, causal, segments):
+        if k.shape[2] <= self.config.exact_keys:
+            masks = {"key_mask": key_mask, "causal": causal, "segments": segments}
+            return softmax_attention(q, k, v, scale=scale, **masks)
+        if causal and segments is not None:
+            return self._attend_unpacked(q, k, v, scale, key_mask, segments, causal=True)
+        if causal:
+            return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask)[0]
+        if key_mask is None or traced() or not self._depends_on_length:
+            return self._attend_to_all(q, k, v, scale, key_mask, k.shape[2])
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        count = key_mask.sum(1)
+        kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=q.device))
+        for kind in kinds.unique().tolist():  # sequences get the sizes that they would get alone
+            rows = (kinds == kind).nonzero().flatten()
+            x, y, u = (z.index_select(0, rows) for z in (q, k, v))
+            longest = int(count[rows].max())
+            out = out.index_copy(0, rows, self._attend_to_all(x, y, u, scale, key_mask[rows], longest))
+        return out
+
+    def _attend_to_all(self, q, k, v, scale: float, key_mask: Tensor | None, length: int) -> Tensor:
+        config = self.config
+        sizes = self._sizes(length)
+        out = multipole_attention(q, k, v, sizes, order=config.order, scale=scale, key_mask=key_mask)
+        if not config.global_tokens or q.shape[2] != k.shape[2]:
+            return out
+        return with_global_rows(out, q, k, v, config.global_tokens, scale=scale, key_mask=key_mask, last=False)
+
+    @property
+    def _depends_on_length(self) -> bool:
+        return self.config.block is None or self.config.tile is None
+
+    def _sizes(self, length: int) -> Sizes:
+        """For a sequence of so many keys."""
+        config = self.config
+        block, tile = next((sizes for longest, *sizes in BY_LENGTH if length <= longest), LONGER)
+        block, tile = config.block or block, config.tile or tile
+        return Sizes(block, tile, -(-config.exact_keys // block), -(-config.global_tokens // block))
+
+    def _causal_sizes(self) -> CausalSizes:
+        config = self.config
+        block = config.block or CAUSAL_BLOCK
+        first, exact = -(-config.global_tokens // block), -(-config.exact_keys // block)
+        local = max(exact // LOCAL, 1)
+        return CausalSizes(block, max(exact - first - local, 1), local, first)
+
+    def new_state(self, batch, value_dim, dtype, device, length=0):
+        like = torch.empty((), dtype=dtype, device=device)
+        block = self._causal_sizes().block
+        return Context.new(batch, self.num_kv_heads, self.head_dim, value_dim, length, block, like)
+
+    def attend_after(self, q, k, v, state, *, scale, key_mask):
+        return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask, context=state)
+
+    def dense_weights(self, x, y, key_mask, causal, segments):
+        seen = torch.ones_like(y[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        if segments is None:
+            return torch.stack([self._dense(*one, causal) for one in zip(x, y, seen, strict=True)])
+        weights = x.new_zeros(*x.shape[:3], y.shape[2])
+        for row, numbers in enumerate(segments):
+            for number in numbers.unique():
+                at = (numbers == number).nonzero().flatten()
+                weights[row, :, at[:, None], at] = self._dense(x[row][:, at], y[row][:, at], seen[row, at], causal)
+        return weights
+
+    def _dense(self, x: Tensor, y: Tensor, seen: Tensor, causal: bool) -> Tensor:
+        """Of one sequence."""
+        if not causal:
+            sizes = self._sizes(int(seen.sum()))
+            return multipole_weights(x, y, sizes, self.config.order, seen, self.config.global_tokens)
+        ahead = y.shape[1] - x.shape[1]
+        if ahead:
+            x = torch.cat([x.new_zeros(x.shape[0], ahead, x.shape[2]), x], dim=1)
+        return causal_multipole_weights(x, y, self._causal_sizes(), seen)[:, ahead:]
+
+    def multiply_adds(self, length, causal):
+        config = self.config
+        if length <= config.exact_keys:
+            return length * (length + 1 if causal else 2 * length) * self.head_dim
+        if causal:
+            sizes = self._causal_sizes()
+            far = length // sizes.block
+            return 2 * length * (config.exact_keys + sizes.block + far) * self.head_dim
+        tiled = self._sizes(length)
+        blocks = -(-length // tiled.block)
+        votes = 2 * SUBTILES * -(-length // tiled.tile) * blocks
+        return (2 * length * (config.exact_keys + blocks + config.global_tokens) + votes) * self.head_dim
+
+
+register_mechanism("multipole", MultipoleConfig, MultipoleAttention)

@@ -1,0 +1,230 @@
+"""Multipole attention: exact where keys matter, block means elsewhere, close to softmax without training.
+
+Keys and values come in blocks of c, queries in tiles of C. A tile chooses some blocks (`multipole_choice`), whose keys
+count one by one. Every other block b counts as its n_b keys at their mean key, with their mean value:
+
+    out_i = (Σ_{j chosen} exp(x_i·y_j) v_j + Σ_{b not chosen} n_b exp(x_i·ȳ_b) v̄_b) / (the same sums without values).
+
+With all blocks chosen it is softmax. Near and far part are softmax attention each, merged by their log-sum-exp.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import linear
+from .autograd import gradients_of, traced
+from .linear import compute_dtype
+from .multipole_choice import Order, Sizes, choose_blocks, inverse, orders, take
+from .softmax import attend, exp_of_difference, merge
+from .tiles import from_tiles, into_tiles
+
+
+def multipole_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sizes: Sizes,
+    *,
+    order: Order = "auto",
+    scale: float = 1.0,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Bidirectional multipole attention `[B, H, Lq, Dv]`.
+
+    Queries `[B, H, Lq, D]`, keys `[B, Hkv, Lk, D]`, values `[B, Hkv, Lk, Dv]`; `key_mask` `[B, Lk]`: True for keys that
+    exist, and if Lq = Lk for queries that exist. Blocks and tiles count tokens that exist, by position or by content
+    (a k-d tree), "auto" by a rule for each head (`prefers_content`). Time O(L · (exact keys + L / block) · D), memory
+    O(L · D) and, for some tiles at a time, O(tile · L / block); in backward too.
+    """
+    dtype, heads = compute_dtype(q), k.shape[1]
+    x, y, u = (z.to(dtype) for z in (q, k, v))
+    y_seen = None if key_mask is None else key_mask[:, None]  # [B, 1, Lk]
+    x_seen = y_seen if q.shape[2] == k.shape[2] else None
+    y_order, x_order = orders(x, y, x_seen, y_seen, sizes, order, scale)
+    x, y, u = take(x, x_order), take(y, y_order), take(u, y_order)
+    x_seen, y_seen = _seen(x, x_seen, x_order, sizes.tile), _seen(y, y_seen, y_order, sizes.block)
+    tiles = _tiles(x, sizes.tile, heads)
+    counted = None if x_seen is None else _tiles(x_seen.expand(*x.shape[:3], 1), sizes.tile, heads)
+    blocks, values = (into_tiles(z, sizes.block).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
+    if y_seen is not None:
+        y_seen = into_tiles(y_seen.expand(*y.shape[:3], 1), sizes.block).flatten(0, 1)[..., 0]  # [N, B, c]
+    out = _attention(tiles, counted, blocks, values, y_seen, sizes, scale)
+    out = out.unflatten(0, (-1, heads)).unflatten(2, (q.shape[1] // heads, -1)).flatten(1, 2)
+    out = from_tiles(out, q.shape[2])
+    return take(out, None if x_order is None else inverse(x_order)).to(q.dtype)
+
+
+def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Tensor | None:
+    """`[B, H or 1, L, 1]`: which tokens exist, in their new order; None if all do and tiles need no filling."""
+    if seen is None:
+        if x.shape[2] % size == 0 and not traced():
+            return None
+        return torch.ones_like(x[:1, :1, :, :1], dtype=torch.bool)
+    seen = seen.expand(*x.shape[:3])
+    return (seen if order is None else seen.gather(2, order)).unsqueeze(-1)
+
+
+def _tiles(x: Tensor, size: int, heads: int) -> Tensor:
+    """`[B, H, L, E]` → `[N = B · Hkv, T, C, E]`: query heads that share keys are more tiles over the same keys."""
+    return into_tiles(x, size).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
+
+
+class _Blocks(NamedTuple):
+    """Keys and values in blocks, with what is known of each block."""
+
+    y: Tensor  # [N, B, c, D], 0 where no key exists
+    u: Tensor  # [N, B, c, Dv]
+    seen: Tensor | None  # [N, B, c]
+    keys: Tensor  # [N, B], how many exist
+    mean_y: Tensor  # [N, B, D]
+    mean_u: Tensor  # [N, B, Dv]
+
+    @staticmethod
+    def of(y: Tensor, u: Tensor, seen: Tensor | None) -> "_Blocks":
+        if seen is None:
+            return _Blocks(y, u, None, y.new_full(y.shape[:2], y.shape[2]), y.mean(2), u.mean(2))
+        y, u = (z.masked_fill(~seen.unsqueeze(-1), 0) for z in (y, u))
+        count = seen.sum(2).to(y.dtype)
+        least = count.clamp(min=1).unsqueeze(-1)
+        return _Blocks(y, u, seen, count, y.sum(2) / least, u.sum(2) / least)
+
+    def corners(self) -> tuple[Tensor, Tensor]:
+        """Least and largest coordinates of each block `[N, B, D]`."""
+        y = self.y.detach()
+        if self.seen is None:
+            return y.amin(2), y.amax(2)
+        hidden = ~self.seen.unsqueeze(-1)
+        return y.masked_fill(hidden, torch.inf).amin(2), y.masked_fill(hidden, -torch.inf).amax(2)
+
+    def near(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values `[N, T, t · c, D]` of the chosen blocks, and a bias `[N, T, 1, t · c]` that hides empty
+        places.
+        """
+        rows = self.rows(chosen)
+
+        def take(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).flatten(1).index_select(0, rows).view(*chosen.shape[:2], -1, x.shape[-1])
+
+        if self.seen is None:
+            return take(self.y), take(self.u), None
+        hidden = torch.zeros_like(self.y[..., :1]).masked_fill(~self.seen.unsqueeze(-1), -torch.inf)
+        return take(self.y), take(self.u), take(hidden).mT
+
+    def rows(self, chosen: Tensor) -> Tensor:
+        """Chosen blocks of all sequences, numbered through: `[N · T · t]`."""
+        start = torch.arange(chosen.shape[0], device=chosen.device) * self.y.shape[1]
+        return (chosen + start[:, None, None]).flatten()
+
+    def far_bias(self, chosen: Tensor) -> Tensor:
+        """`[N, T, 1, B]`: log n_b, -inf for chosen blocks."""
+        bias = self.keys.log().unsqueeze(1).expand(-1, chosen.shape[1], -1)
+        return bias.scatter(2, chosen, -torch.inf).unsqueeze(2)
+
+
+def _attention(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
+    if traced():
+        return _at_once(tiles, counted, y, u, seen, sizes, scale)
+    if torch.is_grad_enabled() and any(z.requires_grad for z in (tiles, y, u)):
+        return _MultipoleAttention.apply(tiles, counted, y, u, seen, sizes, scale)
+    return _forward(tiles, counted, y, u, seen, sizes, scale)[0]
+
+
+def _at_once(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
+    """All tiles in plain operations, for compilers and second derivatives."""
+    blocks = _Blocks.of(y, u, seen)
+    chosen = choose_blocks(
+        tiles.detach(), counted, *blocks.corners(), min(sizes.chosen, y.shape[1]), sizes.first, scale
+    )
+    return _of_blocks(tiles, blocks, chosen, scale)[0]
+
+
+def _of_blocks(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp `[N, T, C, 1]` of some tiles, by the keys of the chosen blocks and the means of others."""
+    T = tiles.shape[1]
+    near_y, near_u, bias = blocks.near(chosen)
+    near = attend(tiles, near_y, near_u, bias, scale)
+    mean_y, mean_u = (z.unsqueeze(1).expand(-1, T, -1, -1) for z in (blocks.mean_y, blocks.mean_u))
+    return merge(near, attend(tiles, mean_y, mean_u, blocks.far_bias(chosen), scale))
+
+
+def _chunks(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, list[slice]]]:
+    """Sequences to be worked on at a time, and tiles of them: their exact keys, and scores, stay in a CPU's caches."""
+    N, T, C, D = tiles.shape
+    numbers = max(sizes.chosen * sizes.block * D, C * blocks)
+    at_once = max(linear.BLOCK.get(tiles.device.type, linear.OTHER_BLOCK) // (2 * numbers), 1)
+    rows, columns = max(at_once // T, 1), min(at_once, T)
+    for n in range(0, N, rows):
+        yield slice(n, n + rows), [slice(t, t + columns) for t in range(0, T, columns)]
+
+
+def _forward(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and choice of all tiles."""
+    count = min(sizes.chosen, y.shape[1])
+    out, lse = (tiles.new_empty(*tiles.shape[:3], size) for size in (u.shape[3], 1))
+    chosen = torch.empty(*tiles.shape[:2], count, dtype=torch.long, device=y.device)
+    for n, slabs in _chunks(tiles, y.shape[1], sizes):
+        blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
+        corners = blocks.corners()
+        for t in slabs:
+            votes = None if counted is None else counted[n, t]
+            chosen[n, t] = choose_blocks(tiles[n, t], votes, *corners, count, sizes.first, scale)
+            out[n, t], lse[n, t] = _of_blocks(tiles[n, t], blocks, chosen[n, t], scale)
+    return out, lse, chosen
+
+
+class _MultipoleAttention(torch.autograd.Function):
+    """Keeps the choice and computes scores again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
+        out, lse, chosen = _forward(tiles, counted, y, u, seen, sizes, scale)
+        ctx.sizes, ctx.scale = sizes, scale
+        ctx.save_for_backward(tiles, counted, y, u, seen, out, lse, chosen)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        tiles, counted, y, u, seen, out, lse, chosen = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives
+            arguments = (tiles, counted, y, u, seen, ctx.sizes, ctx.scale)
+            return *gradients_of(_at_once, arguments, [grad])[:5], None, None
+        d_tiles, d_y, d_u = torch.empty_like(tiles), torch.zeros_like(y), torch.zeros_like(u)
+        for n, slabs in _chunks(tiles, y.shape[1], ctx.sizes):
+            blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
+            far = torch.zeros_like(blocks.mean_y), torch.zeros_like(blocks.mean_u)
+            for t in slabs:
+                x, g, offset = tiles[n, t] * ctx.scale, grad[n, t], lse[n, t]
+                delta = (g * out[n, t]).sum(-1, keepdim=True)
+                near_y, near_u, bias = blocks.near(chosen[n, t])
+                dx, *near = _gradients(x, near_y, near_u, bias, offset, delta, g)
+                rows = blocks.rows(chosen[n, t])
+                for total, part in zip((d_y[n], d_u[n]), near, strict=True):
+                    total.view(-1, total.shape[2] * total.shape[3]).index_add_(0, rows, part.view(len(rows), -1))
+                flat = [z.flatten(1, 2) for z in (x, offset, delta, g)]
+                dx_far, *parts = _gradients(
+                    flat[0], blocks.mean_y, blocks.mean_u, blocks.far_bias(chosen[n, t]), *flat[1:]
+                )
+                d_tiles[n, t] = dx.add_(dx_far.view_as(dx)).mul_(ctx.scale)
+                for total, part in zip(far, parts, strict=True):
+                    total += part
+            count = blocks.keys.clamp(min=1).unsqueeze(-1)
+            for total, part in zip((d_y[n], d_u[n]), far, strict=True):
+                total += (part / count).unsqueeze(2)
+        if seen is not None:
+            d_y, d_u = (z.masked_fill_(~seen.unsqueeze(-1), 0) for z in (d_y, d_u))
+        return d_tiles, None, d_y, d_u, None, None, None
+
+
+def _gradients(x, y, u, bias, lse, delta, grad) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients to queries `[..., Q, D]`, keys and values `[..., n, D]` of a part of attention whose log-sum-exp, all
+    parts together, is `lse`; `delta` is grad · out.
+    """
+    scores = x @ y.mT
+    if bias is not None:
+        scores.view(*bias.shape[:2], -1, bias.shape[3]).add_(bias)
+    weights = exp_of_difference(scores, lse)
+    d_scores = (grad @ u.mT).sub_(delta).mul_(weights)
+    return d_scores @ y, d_scores.mT @ x, weights.mT @ grad

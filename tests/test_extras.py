@@ -1,0 +1,96 @@
+"""Optional packages: what works without them, and that the error of what does not names the extra to install."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.models import tiny_bert
+
+import hf_rfattn
+from hf_rfattn.extras import EXTRAS
+
+ROOT = Path(__file__).parents[1]
+CODE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in sys.argv[1].split(",")
+        return None if hidden else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+JOB = """
+import torch, hf_rfattn
+from transformers import AutoModel
+
+softmax, patched = sys.argv[2:]
+model = hf_rfattn.patch_model(AutoModel.from_pretrained(softmax), "fmm", bandwidth=4)
+model.save_pretrained(patched)
+again = AutoModel.from_pretrained(patched)
+ids = torch.arange(1, 9)[None]
+assert torch.equal(model(ids).last_hidden_state, again(ids).last_hidden_state)
+print(hf_rfattn.convert(again, None, [{"input_ids": ids}], steps=2))
+"""
+
+
+def run(code, blocked, *words):
+    """A fresh process that cannot import some packages."""
+    command = [sys.executable, "-c", CODE + code, ",".join(blocked), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+
+
+def command(blocked, *words):
+    return run("from hf_rfattn.cli import app; app(sys.argv[2:])", blocked, *words)
+
+
+def test_extras_are_those_of_the_package():
+    tomllib = pytest.importorskip("tomllib", reason="comes with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRAS.items():
+        named = [re.split(r"[<>=]", requirement)[0] for requirement in project["optional-dependencies"][extra]]
+        assert package in named
+    assert not set(EXTRAS) & {re.split(r"[<>=]", requirement)[0] for requirement in project["dependencies"]}
+
+
+def test_the_base_needs_no_extra(tmp_path):
+    """Patch, save, load, convert, and the commands that do the same."""
+    tiny_bert().save_pretrained(tmp_path / "softmax")
+    blocked = [*(set(EXTRAS) - {"rich"}), "peft"]  # typer brings rich, for its own help
+    done = run(JOB, blocked, tmp_path / "softmax", tmp_path / "patched")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        ["list"],
+        ["inspect", tmp_path / "softmax"],
+        ["patch", tmp_path / "softmax", "favor+", "-o", tmp_path / "favor"],
+        ["unpatch", tmp_path / "patched", "-o", tmp_path / "back"],
+    ):
+        done = command(blocked, *words)
+        assert done.returncode == 0 and done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("psutil", ["bench", "ops"]),
+        ("matplotlib", ["bench", "ops"]),
+        ("matplotlib", ["study", "gram"]),
+    ],
+)
+def test_a_command_names_the_extra_before_it_measures(package, words):
+    done = command([package], *words)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"needs the package {package}: pip install 'hf-rfattn[{EXTRAS[package]}]'" in done.stderr
+
+
+def test_a_method_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    error = hf_rfattn.AttentionError(["0"], ["favor+"], [[0.5]], [0.5], [0.7])
+    with pytest.raises(ImportError, match=r"hf-rfattn\[plots\]"):
+        error.plot()
+    assert json.dumps(error.to_dict())
