@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import FeatureFunction, Features
-from ..ops.linear import regroup
 from .kernels import KERNELS
 from .projections import Projection, draw_projection, seeded_generator
 
@@ -26,7 +25,8 @@ SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordabl
 def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """scale · Wx: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`; query heads may share the weight of a key head."""
     weight = scale * weight.to(x.dtype).mT
-    return regroup(regroup(x, len(weight)) @ weight, x.shape[1])
+    B, H, L, D = x.shape
+    return (x.reshape(B, len(weight), -1, D) @ weight).reshape(B, H, L, -1)
 
 
 class HalfSquaredNorm(torch.autograd.Function):
@@ -155,7 +155,10 @@ class LogLinearFeatures(FeatureMap):
         self, x: Tensor, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
     ) -> Tensor:
         """-τ|x|²/2 - log M / 2; keys have it too."""
-        norms = HalfSquaredNorm.apply(x) * -(scale**2)
+        if x.requires_grad:
+            norms = HalfSquaredNorm.apply(x) * -(scale**2)
+        else:
+            norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * (-(scale**2) / 2)
         if temperature is not None:
             norms = norms * per_query_head(temperature.to(x.dtype), x.shape[1])
         return norms - math.log(weight.shape[1]) / 2

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .autograd import differentiate, gradients_of, keep, kept, recompute
 from .linear import FeatureFunction, FeatureGradients, Features, Sums, compute_dtype, floored
-from .softmax import bias_of, exp_of_difference
+from .softmax import exp_of_difference
 from .tiles import block_size, from_tiles, into_tiles, traced
 
 TILE = 64  # positions whose pairs are computed one by one
@@ -48,11 +48,14 @@ def causal_linear_attention(
     · (M + D) + M · D)) time, O(L · D) memory.
     """
     if sums is None:
-        sums = Sums.of_none(phi_k, (v.shape[0], v.shape[1], v.shape[3]), compute_dtype(v), v.device)
+        sums = Sums.of_none(
+            phi_k, (v.shape[0], v.shape[1], v.shape[3]), torch.promote_types(v.dtype, torch.float32), v.device
+        )
     masks = key_mask, segments
     arguments = q, k, v, phi_q, phi_k, masks, (sums.log_scale, sums.outer, sums.total)
     if q.shape[2] == 1:  # a step of generation
-        block = _Block.of(slice(0, 1), q, k, v, phi_q, phi_k, masks)
+        x, y, u = q.to(sums.outer.dtype), k.to(sums.outer.dtype), v.to(sums.outer.dtype)
+        block = _Block.of(slice(0, 1), phi_q(x), phi_k(y), u, *masks)
         out, log_d, *after = _attend_by_steps(block, sums, phi_q.floor)
         out = out.to(q.dtype)
     elif not phi_q.positive or traced():
@@ -79,14 +82,7 @@ class _Block(NamedTuple):
     segments: tuple[Tensor, Tensor, Tensor] | None  # of queries and keys [B, L], and of the key before [B, 1]
 
     @staticmethod
-    def of(rows: slice, q, k, v, phi_q, phi_k, masks) -> "_Block":
-        """Rows of tensors of the whole sequence."""
-        dtype, (key_mask, segments) = compute_dtype(q), masks
-        x, y = phi_q(q[:, :, rows].to(dtype)), phi_k(k[:, :, rows].to(dtype))
-        return _Block.masked(rows, x, y, v[:, :, rows].to(dtype), key_mask, segments)
-
-    @staticmethod
-    def masked(rows: slice, q: Features, k: Features, v: Tensor, key_mask, segments) -> "_Block":
+    def of(rows: slice, q: Features, k: Features, v: Tensor, key_mask, segments) -> "_Block":
         """From features and values of the rows, and masks of the whole sequence."""
         if key_mask is not None:
             k = k._replace(log=k.log.masked_fill(~key_mask[:, None, rows, None], -torch.inf))
@@ -95,20 +91,10 @@ class _Block(NamedTuple):
             segments = segments[0][:, rows], segments[1][:, rows], segments[1][:, before]
         return _Block(q, k, v, segments)
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Query heads and positions."""
-        return self.q.log.shape[1], self.q.log.shape[2]
-
-
-def _block_size(q: Tensor, phi: FeatureFunction) -> int:
-    """Sums, one a block, are no larger than the values. More tensors are in use at once than elsewhere."""
-    return block_size(q, 2 * max(q.shape[3], phi.size, TILE), least=max(q.shape[3], phi.size), multiple=TILE)
-
 
 def _attention(q, k, v, phi_q, phi_k, masks, sums) -> tuple[Tensor, ...]:
     """By autograd, block by block; for compilers in one block."""
-    size, start = _block_size(q, phi_k), 0
+    size, start = block_size(q, 2 * max(q.shape[3], phi_k.size), phi_k.size, TILE), 0
     outs, logs = [], []
     for x, y, u in zip(*(z.split(size, dim=2) for z in (q, k, v)), strict=True):
         rows = slice(start, start + x.shape[2])
@@ -121,7 +107,7 @@ def _attention(q, k, v, phi_q, phi_k, masks, sums) -> tuple[Tensor, ...]:
 
 def _map_and_attend(rows, x, y, u, phi_q, phi_k, masks, *sums) -> tuple[Tensor, ...]:
     dtype = compute_dtype(x)
-    block = _Block.masked(rows, phi_q(x.to(dtype)), phi_k(y.to(dtype)), u.to(dtype), *masks)
+    block = _Block.of(rows, phi_q(x.to(dtype)), phi_k(y.to(dtype)), u.to(dtype), *masks)
     _, out, *others = _attend_block(block, Sums(*sums), phi_q.floor)
     return out.to(x.dtype), *others
 
@@ -139,7 +125,7 @@ class _Tiles(NamedTuple):
 
     @staticmethod
     def of(block: _Block) -> "_Tiles":
-        (heads, length), kv_heads = block.rows, block.v.shape[1]
+        (heads, length), kv_heads = block.q.log.shape[1:3], block.v.shape[1]
         size = TRACED_TILE if traced() else min(TILE, length)
         q = Features(into_tiles(block.q.log, size, kv_heads))
         k, v = Features(into_tiles(block.k.log, size, kv_heads, -torch.inf)), into_tiles(block.v, size, kv_heads)
@@ -148,7 +134,7 @@ class _Tiles(NamedTuple):
             k = k._replace(factor=into_tiles(block.k.factor, size, kv_heads))
         pair = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(heads // kv_heads, 1)
         if block.segments is None:
-            return _Tiles(q, k, v, bias_of(pair, v.dtype)[None, None, None], k, None, None)
+            return _Tiles(q, k, v, torch.where(pair, 0.0, -torch.inf)[None, None, None], k, None, None)
         *both, before = block.segments
         # [B, T, C]; behind the end there is neither a query nor a key
         own, theirs = (into_tiles(s[:, None, :, None], size, 1)[:, 0, ..., 0] for s in both)
@@ -159,7 +145,7 @@ class _Tiles(NamedTuple):
         mine = (own == last[:, :-1])[:, None, :, :, None]
         pair = pair & (own.unsqueeze(-1) == theirs.unsqueeze(-2))[:, None]
         entering = k._replace(log=k.log.masked_fill(~enters, -torch.inf))
-        return _Tiles(q, k, v, bias_of(pair, v.dtype), entering, ended, mine)
+        return _Tiles(q, k, v, torch.where(pair, 0.0, -torch.inf), entering, ended, mine)
 
     def running_sums(self, sums: Sums) -> tuple[Sums, Sums, Tensor, Tensor]:
         """The sums before each tile, `[B, Hkv, T, …]`, and those after all; φ of keys on the scale of the sums after
@@ -223,11 +209,6 @@ def decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool = F
     return before, torch.addcmul(terms[:, :, last], decay[:, :, last], before[:, :, last])
 
 
-def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x + a @ b, of tensors with three dimensions of a batch, in one pass."""
-    return torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).view_as(x)
-
-
 def _attend_block(block: _Block, sums: Sums, floor: Tensor | None) -> tuple[Tensor, ...]:
     """Output, log d and sums after some rows, behind the queries that see keys but whose products of features have all
     underflowed.
@@ -245,7 +226,7 @@ def _attend_block(block: _Block, sums: Sums, floor: Tensor | None) -> tuple[Tens
     offsets = exp_of_difference(pair_scale, scale - q_scale)
     weights = (q.divided(q_scale) @ k.divided(k_scale).mT).mul_(offsets)
     phi = read.divided(scale)
-    numerator = add_product(phi @ before.outer, weights, v)
+    numerator = (weights @ v).add_(phi @ before.outer)
     d = weights.sum(-1, keepdim=True) + torch.linalg.vecdot(phi, before.total.mT).unsqueeze(-1)
     least = None
     if floor is not None:
@@ -254,7 +235,9 @@ def _attend_block(block: _Block, sums: Sums, floor: Tensor | None) -> tuple[Tens
         least = floor.to(weight).unsqueeze(-1) * weight
     few = d < torch.finfo(d.dtype).tiny * 2**24  # has lost digits
     log_d = scale + d.masked_fill(few, 1.0).log().masked_fill(few, -torch.inf)
-    out, log_d = from_tiles(numerator / floored(d, least), *block.rows), from_tiles(log_d, *block.rows)
+    heads, length = block.q.log.shape[1:3]
+    d = d.masked_fill(few, torch.inf) if q.factor is None else floored(d, least)
+    out, log_d = from_tiles(numerator / d, heads, length), from_tiles(log_d, heads, length)
     return few & (scale > -torch.inf), out, log_d, after.log_scale, after.outer, after.total
 
 
@@ -290,11 +273,12 @@ class _Piece(NamedTuple):
 def _forward(q, k, v, phi_q, phi_k, masks, sums) -> tuple[tuple[Tensor, ...], list[_Piece]]:
     """Output, log d and the sums after the last key; and how it was cut.
 
-    Where products of features underflow in a block, it is cut into tiles, and such tiles into steps.
+    More tensors are in use at once than elsewhere, so blocks are half as long. Where products of features underflow, a
+    block is cut into tiles, and such tiles into steps.
     """
-    length, size = q.shape[2], _block_size(q, phi_k)
+    length, size = q.shape[2], block_size(q, 2 * max(q.shape[3], phi_k.size), phi_k.size, TILE)
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    log_d = q.new_empty(*q.shape[:3], 1, dtype=compute_dtype(q))
+    log_d = sums[1].new_empty(*q.shape[:3], 1)
     pieces: list[_Piece] = []
     todo = [(0, length, size)]  # from, to, in pieces of
     while todo:
@@ -302,7 +286,8 @@ def _forward(q, k, v, phi_q, phi_k, masks, sums) -> tuple[tuple[Tensor, ...], li
         rows = slice(start, min(start + size, stop))
         if rows.stop < stop:
             todo.append((rows.stop, stop, size))
-        block = _Block.of(rows, q, k, v, phi_q, phi_k, masks)
+        x, y, u = q[:, :, rows].to(log_d.dtype), k[:, :, rows].to(log_d.dtype), v[:, :, rows].to(log_d.dtype)
+        block = _Block.of(rows, phi_q(x), phi_k(y), u, *masks)
         found: Any
         lost, *found = _attend_block(block, Sums(*sums), phi_q.floor)
         by_steps = bool(lost.any())
@@ -346,7 +331,7 @@ class _CausalAttention(torch.autograd.Function):
             state = Sums(*states[3 * number : 3 * number + 3])
             g, u, o, x, y, log, d_log = (z[:, :, rows] for z in (gradient, v, out, q, k, log_d, d_log_d))
             g, u = g.to(log.dtype), u.to(log.dtype)
-            block = _Block.masked(rows, Features(queries.logs(x)), Features(keys.logs(y)), u, key_mask, segments)
+            block = _Block.of(rows, Features(queries.logs(x)), Features(keys.logs(y)), u, key_mask, segments)
             if by_steps:
                 found = _backward_by_steps(block, state, g, d_log, d_outer, d_total)
             else:
@@ -374,7 +359,7 @@ def _backward_by_steps(block: _Block, state: Sums, g, d_log, d_outer, d_total) -
 
 def _backward_of_tiles(block: _Block, state: Sums, g, shift, log_d, d_outer, d_total) -> tuple[Tensor, ...]:
     """The same for rows in tiles; `shift` is gᵀout - ∂log d, log_d is inf for rows without any weight."""
-    tiles, (heads, length), kv_heads = _Tiles.of(block), block.rows, block.v.shape[1]
+    tiles, (heads, length), kv_heads = _Tiles.of(block), block.q.log.shape[1:3], block.v.shape[1]
     q, k, v = tiles.q.log, tiles.k.log, tiles.v
     g, shift, log_d = (into_tiles(z, v.shape[3], kv_heads, f) for z, f in ((g, 0.0), (shift, 0.0), (log_d, torch.inf)))
 
@@ -397,7 +382,7 @@ def _backward_of_tiles(block: _Block, state: Sums, g, shift, log_d, d_outer, d_t
     # keys and the gradient of the sums after theirs
     outers, d_outer = decayed_sums(phi.mT @ g, decay, d_outer, backward=True)
     totals, d_total = decayed_sums((phi * shift).sum(-2).neg_().unsqueeze(-1), decay, d_total, backward=True)
-    d_v = add_product(d_v, psi, outers)
+    d_v += psi @ outers
     d_k.addcmul_((v @ outers.mT).add_(totals.mT), psi)
     d_k, d_v = (from_tiles(d, kv_heads, length) for d in (d_k, d_v))
     return from_tiles(d_q, heads, length), d_k, d_v, d_outer, d_total

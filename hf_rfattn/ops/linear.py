@@ -9,7 +9,7 @@ so that no denominator is left and nothing can overflow. Signed features have no
 Memory is O(B·H·(L·D + M·D)): features exist for a block of positions at a time, in backward too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .autograd import differentiate, gradients_of, keep, kept, recompute
 from .softmax import SOME, exp_of_difference
-from .state import State
 from .tiles import block_size, traced
 
 
@@ -77,6 +76,69 @@ class FeatureFunction(NamedTuple):
 
 
 @dataclass
+class State:
+    """Base of all states: dataclasses of tensors, of other states, and of lists of these.
+
+    `empty` gives the value a field has when nothing was seen, if that is not zero.
+    """
+
+    empty: ClassVar[dict[str, float]] = {}
+
+    def parts(self) -> list[tuple[str, Any]]:
+        """The tensors and states in each field, with its name."""
+        found: list[tuple[str, Any]] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, list) else [value]:
+                if item is not None:
+                    found.append((field.name, item))
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in a fixed order."""
+        found: list[Tensor] = []
+        for _, part in self.parts():
+            found += part.tensors() if isinstance(part, State) else [part]
+        return found
+
+    def reset(self) -> None:
+        """Forget everything, in place."""
+        for name, part in self.parts():
+            if isinstance(part, State):
+                part.reset()
+            else:
+                part.fill_(self.empty.get(name, 0.0))
+
+    def map(self, function: Any) -> "State":
+        """The same state of other tensors: `function` of each."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, list):
+                return [mapped(item) for item in value]
+            return value.map(function) if isinstance(value, State) else None if value is None else function(value)
+
+        return type(self)(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
+
+    def index_select(self, rows: Tensor) -> "State":
+        """The state of some sequences of the batch, in any order, repeated or not."""
+        return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
+    def to(self, device: torch.device | str) -> "State":
+        """The state on a device."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def copy_(self, other: "State") -> None:
+        """Take the values of another state of the same shape, at the same addresses."""
+        with torch.no_grad():
+            for field in fields(self):
+                mine, theirs = getattr(self, field.name), getattr(other, field.name)
+                pairs = zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]
+                for old, new in pairs:
+                    if old is not new:
+                        old.copy_(new)
+
+
+@dataclass
 class Sums(State):
     """S = exp(log_scale)ᵀ · outer and z = exp(log_scale)ᵀ · total over any number of keys: all that queries need."""
 
@@ -97,7 +159,8 @@ class Sums(State):
         """Of keys `[..., L, M]`, or of those that are visible `[..., L, 1]`."""
         log = k.log if visible is None else k.log.masked_fill(~visible, -torch.inf)
         scale = log.detach().amax(-2, keepdim=True)
-        phi = Features(log, k.factor).divided(scale)
+        phi = exp_of_difference(log, scale)
+        phi = phi if k.factor is None else phi * k.factor
         return Sums(scale, phi.mT @ v, phi.sum(-2).unsqueeze(-1))
 
     def plus(self, other: "Sums") -> "Sums":
@@ -169,12 +232,12 @@ def linear_attention(
         found = differentiate(_PositiveAttention, q, k, v, phi_q, phi_k, key_mask)
         if found is not None:
             return found
-    return _attention(q, k, v, phi_q, phi_k, key_mask)
+    return _read(q, summarise(k, v, phi_k, key_mask), phi_q)
 
 
 def summarise(k: Tensor, v: Tensor, phi: FeatureFunction, key_mask: Tensor | None = None) -> Sums:
     """The sums over all visible keys."""
-    size = key_block(k, phi)
+    size = block_size(k, phi.size, least=phi.size)  # sums of a block are no larger than its values
     masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
     found = None
     for y, u, mask in zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False):
@@ -187,7 +250,7 @@ def summarise(k: Tensor, v: Tensor, phi: FeatureFunction, key_mask: Tensor | Non
 
 
 def _summarise_block(y: Tensor, u: Tensor, phi: FeatureFunction, visible: Tensor | None) -> tuple[Tensor, ...]:
-    dtype = compute_dtype(y)
+    dtype = torch.promote_types(y.dtype, torch.float32)
     sums = Sums.of(phi(y.to(dtype)), u.to(dtype), visible)
     return sums.log_scale, sums.outer, sums.total
 
@@ -210,11 +273,6 @@ def _read_block(x: Tensor, phi: FeatureFunction, *tensors: Tensor) -> Tensor:
     mass, mean = tensors
     weights = torch.softmax(regroup(q.log, mean.shape[1]) + mass, -1)
     return regroup(weights @ mean, x.shape[1]).to(x.dtype)
-
-
-def key_block(k: Tensor, phi: FeatureFunction) -> int:
-    """Of no fewer keys than there are features, so that sums are no larger than values."""
-    return block_size(k, phi.size, least=phi.size)
 
 
 def _attention(q, k, v, phi_q, phi_k, key_mask) -> Tensor:
@@ -251,7 +309,7 @@ class _PositiveAttention(torch.autograd.Function):
             d_mass += d_logs.sum(-2, keepdim=True)
             dx.copy_(queries.pull(regroup(d_logs, heads)))
         shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
-        size = key_block(k, phi_k)
+        size = block_size(k, phi_k.size, least=phi_k.size)
         masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
         for y, u, dy, du, mask in zip(*(z.split(size, dim=2) for z in (k, v, dk, dv)), masks, strict=False):
             weights = exp_of_difference(keys.logs(y, mask), mass)

@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: f
     if k.shape[1] != H:
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     if _has_fused_kernel(q, k, v):
-        mask = None if bias is None else bias.expand(B, H, L, k.shape[2])
+        mask = None if bias is None else bias.to(q.dtype).expand(B, H, L, k.shape[2])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=mask, scale=scale
         )
@@ -70,11 +70,6 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total, out = total + weight, torch.addcmul(out, part, weight)
     total = total.clamp(min=SOME)
     return out / total, largest + total.log()
-
-
-def bias_of(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where True, -inf elsewhere."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
 
 
 SOME = 2.0**-20  # below any sum of weights the largest of which is one, so that a sum of none can be divided by
