@@ -26,7 +26,7 @@ def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """scale · Wx: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`; query heads may share the weight of a key head."""
     weight = scale * weight.to(x.dtype).mT
     B, H, L, D = x.shape
-    return (x.reshape(B, len(weight), -1, D) @ weight).reshape(B, H, L, -1)
+    return (x.reshape(B, len(weight), H // len(weight) * L, D) @ weight).reshape(B, H, L, weight.shape[-1])
 
 
 class HalfSquaredNorm(torch.autograd.Function):

@@ -4,7 +4,6 @@ Both are linear in L. A band never becomes a dense masked matrix: queries come i
 and the neighbouring tiles that the band reaches into.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,8 +37,9 @@ def banded_attention(
     at the last key. `key_mask` `[B, Lk]`: True for keys that exist. `segments` `[B, L]`: numbers of packed sequences. A
     query that sees no key has out = 0 and lse = -inf. O(Lq · bandwidth · D) time, O(L · D) memory.
     """
-    size = min(max(bandwidth, TILES[0]), TILES[-1])
-    size = TILES[bisect_left(TILES, size)]
+    for size in TILES:
+        if bandwidth <= size:
+            break
     if not traced():  # a compiler would have to compile again for another length
         size, bandwidth = min(size, q.shape[2]), min(bandwidth, k.shape[2])
     reach = -(-bandwidth // size)

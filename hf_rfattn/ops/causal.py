@@ -96,7 +96,8 @@ def _attention(q, k, v, phi_q, phi_k, masks, sums) -> tuple[Tensor, ...]:
     """By autograd, block by block; for compilers in one block."""
     size, start = block_size(q, 2 * max(q.shape[3], phi_k.size), phi_k.size, TILE), 0
     outs, logs = [], []
-    for x, y, u in zip(*(z.split(size, dim=2) for z in (q, k, v)), strict=True):
+    parts = zip(*(z.split(size, dim=2) for z in (q, k, v)), strict=True) if size < q.shape[2] else [(q, k, v)]
+    for x, y, u in parts:
         rows = slice(start, start + x.shape[2])
         out, log_d, *sums = recompute(_map_and_attend, rows, x, y, u, phi_q, phi_k, masks, *sums)
         outs.append(out)

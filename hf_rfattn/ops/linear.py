@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .autograd import differentiate, gradients_of, keep, kept, recompute
 from .softmax import SOME, exp_of_difference
-from .tiles import block_size, traced
+from .tiles import block_size
 
 
 class Features(NamedTuple):
@@ -238,9 +238,13 @@ def linear_attention(
 def summarise(k: Tensor, v: Tensor, phi: FeatureFunction, key_mask: Tensor | None = None) -> Sums:
     """The sums over all visible keys."""
     size = block_size(k, phi.size, least=phi.size)  # sums of a block are no larger than its values
-    masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
+    visible = None if key_mask is None else key_mask[:, None, :, None]
+    parts: Any = [(k, v, visible)]
+    if size < k.shape[2]:  # not so for compilers, which are not to see sizes
+        masks: Any = repeat(None) if visible is None else visible.split(size, dim=2)
+        parts = zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False)
     found = None
-    for y, u, mask in zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False):
+    for y, u, mask in parts:
         if torch.is_grad_enabled():
             new = Sums(*recompute(_summarise_block, y, u, phi, mask))
         else:
@@ -258,7 +262,9 @@ def _summarise_block(y: Tensor, u: Tensor, phi: FeatureFunction, visible: Tensor
 def _read(q: Tensor, sums: Sums, phi: FeatureFunction) -> Tensor:
     size = block_size(q, phi.size)
     tensors = sums.landmarks() if phi.positive else (sums.log_scale, sums.outer, sums.total)
-    if torch.is_grad_enabled() or traced():
+    if size >= q.shape[2]:
+        return recompute(_read_block, q, phi, *tensors) if torch.is_grad_enabled() else _read_block(q, phi, *tensors)
+    if torch.is_grad_enabled():
         return torch.cat([recompute(_read_block, x, phi, *tensors) for x in q.split(size, dim=2)], dim=2)
     out = q.new_empty(*q.shape[:3], sums.outer.shape[-1])
     for x, part in zip(q.split(size, dim=2), out.split(size, dim=2), strict=True):
