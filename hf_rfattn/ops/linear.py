@@ -304,26 +304,31 @@ class _PositiveAttention(torch.autograd.Function):
         q, k, v, phi_q, phi_k, key_mask = arguments
         dtype, heads, kv_heads = mass.dtype, q.shape[1], k.shape[1]
         queries, keys = FeatureGradients(phi_q), FeatureGradients(phi_k)
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        dq, dk, dv = [], [], []
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(mass)
         size = block_size(q, phi_q.size)
-        for x, g, o, dx in zip(*(z.split(size, dim=2) for z in (q, gradient, out, dq)), strict=True):
+        for x, g, o in zip(*(z.split(size, dim=2) for z in (q, gradient, out)), strict=True):
             weights = torch.softmax(regroup(queries.logs(x), kv_heads) + mass, -1)
             g, o = (regroup(z.to(dtype), kv_heads) for z in (g, o))
             d_logs = (g @ mean.mT).sub_(torch.linalg.vecdot(g, o).unsqueeze(-1)).mul_(weights)
             d_mean += weights.mT @ g
             d_mass += d_logs.sum(-2, keepdim=True)
-            dx.copy_(queries.pull(regroup(d_logs, heads)))
+            dq.append(queries.pull(regroup(d_logs, heads)))
         shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
         size = block_size(k, phi_k.size, least=phi_k.size)
         masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
-        for y, u, dy, du, mask in zip(*(z.split(size, dim=2) for z in (k, v, dk, dv)), masks, strict=False):
+        for y, u, mask in zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False):
             weights = exp_of_difference(keys.logs(y, mask), mass)
             d_logs = (u.to(dtype) @ d_mean.mT).sub_(shift).mul_(weights)
-            du.copy_(weights @ d_mean)
-            dy.copy_(keys.pull(d_logs))
-        d_tokens = dq if queries.used else None, dk if keys.used else None
-        return None, *tree_leaves((*d_tokens, dv, queries.found(), keys.found(), None))
+            dv.append((weights @ d_mean).to(v.dtype))
+            dk.append(keys.pull(d_logs))
+        d_tokens = joined(dq) if queries.used else None, joined(dk) if keys.used else None
+        return None, *tree_leaves((*d_tokens, joined(dv), queries.found(), keys.found(), None))
+
+
+def joined(blocks: list[Tensor]) -> Tensor:
+    """The whole sequence again."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
 class FeatureGradients:
@@ -334,29 +339,36 @@ class FeatureGradients:
         self.phi = phi._replace(tensors=tuple(self.tensors))
         self.sums: list[Tensor | None] = [None] * len(self.tensors)
         self.used = False  # whether features depend on tokens at all
+        self.learned = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
 
     def logs(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         """log φ of a block of tokens, -inf for those that are not `visible`."""
-        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            self.x = x.detach().requires_grad_()
-            self.log = self.phi(self.x.to(compute_dtype(x))).log
-        log = self.log.detach()
+        self.x, self.log = x.detach(), None
+        if self.learned or not self.phi.map.knows_gradient:
+            with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+                self.log = self.phi(self.x.requires_grad_().to(compute_dtype(x))).log
+            log = self.log.detach()
+        else:
+            log = self.phi(self.x.to(compute_dtype(x))).log
         return log if visible is None else log.masked_fill(~visible, -torch.inf)
 
     def pull(self, gradient: Tensor) -> Tensor:
         """The gradient of those tokens, from that of their log-features."""
+        phi, x = self.phi, self.x
+        if self.log is None:
+            self.used = True
+            return phi.map.pull(x.to(gradient.dtype), phi.role, phi.scale, gradient, *phi.tensors).to(x.dtype)
         if not self.log.requires_grad:
-            return torch.zeros_like(self.x)
+            return torch.zeros_like(x)
         self.used = True
-        learned = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
         with torch.autocast(gradient.device.type, enabled=False):
-            inputs = [self.x, *(t for t in self.tensors if t is not None and t.requires_grad)]
+            inputs = [x, *(t for t in self.tensors if t is not None and t.requires_grad)]
             dx, *others = torch.autograd.grad(self.log, inputs, gradient, allow_unused=True)
-        for i, new in zip(learned, others, strict=True):
+        for i, new in zip(self.learned, others, strict=True):
             if new is not None:
                 total = self.sums[i]
                 self.sums[i] = new if total is None else total + new
-        return torch.zeros_like(self.x) if dx is None else dx
+        return torch.zeros_like(x) if dx is None else dx
 
     def found(self) -> FeatureFunction:
         """The sums in the places of the tensors they belong to, and None in all other places."""
