@@ -53,12 +53,15 @@ def heads(
     model: Model = None,
     text_file: TextFile = None,
     tokens: Tokens = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Repeat learned positions if the model has too few.")
+    ] = False,
     full: Full = False,
     output: Output = FOLDER,
     seed: Seed = 0,
 ) -> None:
     """Error by layer and head of every mechanism on a pretrained model; which heads are near-field."""
-    _run("heads", full, output, seed=seed, **_text(model, text_file, tokens))
+    _run("heads", full, output, seed=seed, extend=extend, **_text(model, text_file, tokens))
 
 
 @app.command()
