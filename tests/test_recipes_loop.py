@@ -45,8 +45,10 @@ def test_what_must_not_change_the_weights(bert, tmp_path):
         bert, tmp_path / "again", **options, evaluate_every=1, save_every=2, log_every=1, eval_batch_size=5
     )
     assert all(torch.equal(plain[name], again[name]) for name in plain)
-    passes, _ = train(bert, tmp_path / "passes", **options, accumulate=4)
+    passes, in_passes = train(bert, tmp_path / "passes", **options, accumulate=4)
     close(plain, passes, rtol=1e-3, atol=1e-5)
+    losses = [found["history"][-1]["train_loss"] for found in (result, in_passes)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     twice, _ = train(bert, tmp_path / "twice", **options, gradient_checkpointing=True)
     close(plain, twice, rtol=1e-3, atol=1e-5)
     other, _ = train(bert, tmp_path / "other", **options, seed=1)

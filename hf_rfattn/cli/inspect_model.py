@@ -218,7 +218,7 @@ def _report_lines(report: dict[str, Any]) -> list[str]:
 def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
     """One row for all modules that differ in their layer alone."""
     from ..integration.spec import format_layers
-    from ..integration.tables import text_table
+    from ..integration.text_table import text_table
 
     groups: dict[tuple[Any, ...], list[int]] = {}
     for module in modules:
@@ -240,7 +240,7 @@ def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
 
 
 def _cost_lines(report: dict[str, Any]) -> list[str]:
-    from ..integration.tables import text_table
+    from ..integration.text_table import text_table
     from ..results.units import in_bytes, si
 
     name = report["attention"]["mechanism"]

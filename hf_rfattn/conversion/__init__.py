@@ -1,6 +1,5 @@
 """Attention transfer: mechanisms learn from the softmax they replace."""
 
-from .convert import convert
-from .report import Conversion
+from .conversion import Conversion, convert
 
 __all__ = ["Conversion", "convert"]

@@ -21,7 +21,7 @@ from ..mechanisms import Mechanism, build_mechanism
 from ..ops import softmax_attention
 from .discovery import find_attention
 from .inputs import Data, as_batches
-from .tables import text_table
+from .text_table import text_table
 
 EXPLANATION = "error: relative to softmax, on its own q, k, v; average: the error of averaging all values."
 

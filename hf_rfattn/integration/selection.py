@@ -17,7 +17,7 @@ from .inputs import Data, as_batches
 from .names import SPEC
 from .patching import SOFTMAX, build_at, patch_model, unpatch_model
 from .spec import parse_layers
-from .tables import text_table
+from .text_table import text_table
 
 Limit = Literal["error", "cost"]
 
@@ -26,6 +26,7 @@ CANDIDATES: tuple[MechanismConfig, ...] = (
     *(resolve_config(name) for name in ("average", "linear", "favor+", "hedgehog")),
     *(resolve_config("band", bandwidth=width, global_tokens=1) for width in (16, 32, 64, 128)),
     *(resolve_config("fmm", bandwidth=w, normalizer="joint", global_tokens=1) for w in (16, 32, 64, 128)),
+    *(resolve_config("multipole", exact_keys=keys) for keys in (64, 128, 256)),
 )
 
 

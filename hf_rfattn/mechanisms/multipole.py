@@ -19,7 +19,7 @@ from ..ops.multipole_causal import Context, causal_multipole_attention
 from ..ops.multipole_choice import SUBTILES, CausalSizes, Sizes
 from ..ops.naive import causal_multipole_weights, multipole_weights
 from .base import Mechanism
-from .config import MechanismConfig, check_at_least
+from .config import MechanismConfig, check_at_least, option
 from .registry import register_mechanism
 
 # Longest input, keys a block and queries a tile: measured, see the error and the speed of each in the tables.
@@ -31,20 +31,18 @@ LOCAL = 8  # one part in so many of the exact keys of a causal query comes befor
 
 @dataclass(frozen=True)
 class MultipoleConfig(MechanismConfig):
-    """Options of "multipole".
+    """Options of "multipole"."""
 
-    `exact_keys`: so many keys count one by one for each query; inputs that are no longer are softmax attention.
-    `block`: keys summarised by one mean. `tile`: queries that choose together, a multiple of 4, unless causal. Both
-    depend on the length by default, and are smaller for short inputs. `global_tokens`: so many tokens at the start of
-    each sequence are exact for every query, and see every key. `order`: of tokens in blocks and tiles, unless causal:
-    by "position", by "content", or "auto", for each head as its queries and keys spread.
-    """
-
-    exact_keys: int = 128
-    block: int | None = None
-    tile: int | None = None
-    global_tokens: int = 1
-    order: Literal["auto", "position", "content"] = "auto"
+    exact_keys: int = option(128, "Number of exact keys of each query. Inputs up to this length get softmax attention.")
+    block: int | None = option(None, "Number of keys summarised by one mean. Default: by length, less if short.")
+    tile: int | None = option(
+        None, "Number of queries that choose blocks together, a multiple of 4; not used if causal. Default: by length."
+    )
+    global_tokens: int = option(1, "Number of tokens at the start of a sequence that see and are seen by all.")
+    order: Literal["auto", "position", "content"] = option(
+        "auto",
+        "Order of tokens in blocks and tiles, unless causal; auto decides for each head by its q and k.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

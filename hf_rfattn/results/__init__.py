@@ -19,10 +19,10 @@ Reports, `report.py`: a report is a list of blocks, Heading, Paragraph, Bullets,
     as_html(title, blocks)          one page with the plots in it
     print_blocks(blocks, console)   the terminal
     write_images(blocks, folder)    the plots as PNG
-    number, spread_of, times        numbers as tables show them
+    number, spread_of, times, si, in_bytes    numbers as tables show them
 
 Plots, `plots.py` (matplotlib is imported when it is):
-    line_style, draw_line, log_log, mark_crossover, title_and_legend
+    line_style, draw_line, draw_rows, rate_line, log_log, mark_crossover, title_and_legend
 
 `controls.py`: control_of, what a row of a table is a control of.
 `crossover.py`: measured_crossover and crossover_text, the length from which on one thing is faster than another.
@@ -70,12 +70,13 @@ from .schema import (
     parse_result,
     read_results,
 )
+from .units import in_bytes, si
 
 __all__ = [
     "CONTROLS", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block", "Bullets",
     "Heading", "Image", "Metric", "Paragraph", "Result", "SpeedResult", "Table", "TaskResult", "TransferResult",
-    "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware", "load_average",
-    "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result", "print_blocks", "read_result",
-    "read_results", "results_fingerprint", "rounded", "spread_of", "times", "weight_files", "without_folders",
-    "write_images", "write_result", "write_whole",
+    "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware", "in_bytes",
+    "load_average", "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result",
+    "print_blocks", "read_result", "read_results", "results_fingerprint", "rounded", "si", "spread_of", "times",
+    "weight_files", "without_folders", "write_images", "write_result", "write_whole",
 ]  # fmt: skip

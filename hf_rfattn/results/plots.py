@@ -57,7 +57,21 @@ def draw_line(
         axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def log_log(axes: Axes, ticks: Sequence[int]) -> None:
+def draw_rows(axes: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, **style: Any) -> None:
+    """Column y of rows against column x, with the band between their columns low and high."""
+    band = [row["low"] for row in rows], [row["high"] for row in rows]
+    draw_line(axes, [row[x] for row in rows], [row[y] for row in rows], band, **style)
+
+
+def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: str) -> None:
+    """A thin line start · (x / x₀)^power, a known rate."""
+    y = [start * (each / x[0]) ** power for each in x]
+    axes.plot(x, y, color="black", linewidth=0.8)
+    middle = len(x) // 2
+    axes.annotate(label, (x[middle], y[middle]), xytext=(4, 4), textcoords="offset points")
+
+
+def log_log(axes: Axes, ticks: Sequence[float]) -> None:
     """Both axes logarithmic, a tick at every measured size (every other of many), plain numbers.
 
     Call it when everything is drawn: how many ticks y has depends on how many decades there are.
@@ -70,7 +84,8 @@ def log_log(axes: Axes, ticks: Sequence[int]) -> None:
     low, high = axes.get_ylim()
     if high < 1e3 * low:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,g}")
+    if high < 1e6:
+        axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter("")
     axes.grid(alpha=0.3)
 

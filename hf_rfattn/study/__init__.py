@@ -15,7 +15,7 @@ STUDIES = {  # module and class; imported when they run, since plots take a whil
     "time": ("times", "TimeStudy"),
     "heads": ("heads", "HeadsStudy"),
     "rank": ("rank", "RankStudy"),
-    "mrf": ("chains", "MrfStudy"),
+    "mrf": ("markov_fields", "MrfStudy"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What every study is: settings, a measurement that gives a document, and plots, tables and conclusions from it."""
+"""What every study is: settings, a measurement that gives a document, and figures and conclusions from it."""
 
 import csv
 import dataclasses
@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeVar
 
 import matplotlib
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from ..mechanisms.config import did_you_mean
 from ..results import name_of, new_result, write_result
@@ -23,11 +22,12 @@ AnyStudy = TypeVar("AnyStudy", bound="Study")
 class Study(ABC):
     """A frozen dataclass whose fields are the settings of one experiment, with the defaults of a quick run.
 
-    `measure` gives data alone; `figures`, `tables` and `conclusions` are made from the document that holds them.
+    `measure` gives data alone; `figures` and `conclusions` are made from the document that holds them.
     """
 
     name: ClassVar[str]
     full_settings: ClassVar[Mapping[str, Any]]  # what --full changes
+    figures: ClassVar[Mapping[str, Callable[[Result], Figure]]]  # by name of file
     seed: int
 
     @classmethod
@@ -42,24 +42,9 @@ class Study(ABC):
                 )
         return cls(**{**(cls.full_settings if full else {}), **settings})
 
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """How often `measure` will call `advance`."""
-
     @abstractmethod
     def measure(self, advance: Advance) -> Result:
         """The data: "rows", one flat dict a measurement, and whatever else plots need. Tells `advance` what it does."""
-
-    @staticmethod
-    @abstractmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        """Plots by name of file."""
-
-    @staticmethod
-    @abstractmethod
-    def tables(result: Result) -> list[Table]:
-        """Short tables for the terminal."""
 
     @staticmethod
     @abstractmethod
@@ -92,7 +77,8 @@ def write_study(study: Study | type[Study], result: Result, output: Path) -> lis
         writer.writeheader()
         writer.writerows(rows)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": study.name}):
-        for name, figure in study.figures(result).items():
+        for name, draw in study.figures.items():
+            figure = draw(result)
             for kind in ("svg", "png"):
                 written.append(output / f"{name}.{kind}")
                 metadata = {"Date": None} if kind == "svg" else None  # the same data gives the same file
@@ -100,11 +86,10 @@ def write_study(study: Study | type[Study], result: Result, output: Path) -> lis
     return written
 
 
-def text_table(title: str, columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
-    """A table whose first `left` columns are words and the others numbers."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def rows_with(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Those whose columns have these values.
+
+    >>> rows_with([{"M": 8, "error": 0.5}, {"M": 16, "error": 0.3}], M=16)
+    [{'M': 16, 'error': 0.3}]
+    """
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]

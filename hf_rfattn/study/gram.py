@@ -18,14 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Tensor
 
 from ..features import KERNELS, FourierFeatures, kernel_matrix
 from ..features.projections import seeded_generator
-from .base import Advance, Result, Study, text_table
+from ..results.plots import draw_rows, line_style, log_log, rate_line, title_and_legend
+from .base import Advance, Result, Study, rows_with
 from .intervals import mean_interval
-from .plotting import draw_band, rate_line
 from .projections import draw, use_projection
 
 FORMS = {"sincos": "sine and cosine", "cos": "cosine with a phase"}
@@ -70,10 +69,6 @@ class GramStudy(Study):
     name: ClassVar[str] = "gram"
     full_settings: ClassVar[dict[str, Any]] = {"draws": 40, "features": tuple(2**i for i in range(3, 13))}
 
-    @property
-    def steps(self) -> int:
-        return len(KERNELS) * len(FORMS) * len(PROJECTIONS) * len(self.features)
-
     def measure(self, advance: Advance) -> Result:
         points = smooth_points(self.length, self.dim, seeded_generator(self.seed))
         rows, pictures = [], {}
@@ -114,24 +109,6 @@ class GramStudy(Study):
         if phi is None:
             raise ValueError("Fourier features have a factor.")
         return (phi @ phi.mT)[0]
-
-    @staticmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        return {"gram_matrices": _matrices(result), "gram_error": _errors(result)}
-
-    @staticmethod
-    def tables(result: Result) -> list[Table]:
-        features = result["settings"]["features"]
-        shown = (features[0], features[len(features) // 2], features[-1])
-        error = {_key(row): row["error"] for row in result["rows"]}
-        lines = [
-            [kernel, FORMS[form], projection, *(f"{error[kernel, form, projection, M]:.3f}" for M in shown)]
-            for kernel in KERNELS
-            for form in FORMS
-            for projection in PROJECTIONS
-        ]
-        title = "Relative error of Gram matrices by number of features"
-        return [text_table(title, ["kernel", "form", "projection", *(f"M = {M:,}" for M in shown)], lines, left=3)]
 
     @staticmethod
     def conclusions(result: Result) -> list[str]:
@@ -209,20 +186,19 @@ def _errors(result: Result) -> Figure:
     for line, form in zip(grid, FORMS, strict=True):
         for axes, kernel in zip(line, KERNELS, strict=True):
             for projection in PROJECTIONS:
-                chosen = (kernel, form, projection)
-                rows = [r for r in result["rows"] if _key(r)[:3] == chosen]
-                draw_band(axes, "features", "error", rows, projection)
+                rows = rows_with(result["rows"], kernel=kernel, form=form, projection=projection)
+                draw_rows(axes, rows, "features", "error", label=projection, **line_style(projection))
             top = max(r["error"] for r in result["rows"] if r["kernel"] == kernel)
             rate_line(axes, settings["features"], 1.3 * top, -0.5, "M^(-1/2)")
+            log_log(axes, settings["features"])
         line[0].set_ylabel(f"{FORMS[form]}\nrelative error")
     for axes, kernel in zip(grid[0], KERNELS, strict=True):
         axes.set_title(f"{kernel.capitalize()} kernel")
     for axes in grid[-1]:
         axes.set_xlabel("M, features")
-    figure.suptitle(
-        f"Random Fourier features of Gram matrices: {settings['length']} points in {settings['dim']} dimensions, "
-        f"{settings['draws']} draws (bands: 95 % confidence)"
-    )
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    size = f"{settings['length']} points in {settings['dim']} dimensions, {settings['draws']} draws"
+    title_and_legend(figure, f"Random Fourier features of Gram matrices: {size} (bands: 95 % confidence)")
     return figure
+
+
+GramStudy.figures = {"gram_matrices": _matrices, "gram_error": _errors}

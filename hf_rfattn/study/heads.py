@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from .. import attention_error, calibrate, unpatch_model
 from ..mechanisms import mechanism_names, resolve_config
 from ..results.plots import BASELINE
-from .base import Advance, Result, Study, text_table
+from .base import Advance, Result, Study
 from .pretrained import Captured, capture, describe, load, patch, read_text
 
 NEAR, FAR = "near", "far"
@@ -75,10 +74,6 @@ class HeadsStudy(Study):
             found[f"multipole, {keys} exact keys"] = {"mechanism": "multipole", "exact_keys": keys}
         return found
 
-    @property
-    def steps(self) -> int:
-        return len(self.estimators) + 1
-
     def measure(self, advance: Advance) -> Result:
         text = read_text(self.text_file)
         model, batch = load(self.model, text, self.tokens, self.extend)
@@ -102,28 +97,6 @@ class HeadsStudy(Study):
         unpatch_model(model)
         tokens = int(batch["input_ids"].numel())
         return {"model": description, "tokens": tokens, "rows": rows, "layers": layers, "heads": heads}
-
-    @staticmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        return {"heads_error": _error_figure(result), "heads_kinds": _kinds_figure(result)}
-
-    @staticmethod
-    def tables(result: Result) -> list[Table]:
-        count = len(next(iter(result["layers"].values())))
-        lines = [
-            [label, *(f"{value:.2f}" for value in values), f"{statistics.fmean(values):.2f}"]
-            for label, values in result["layers"].items()
-        ]
-        title = f"Error against softmax by layer, {result['model']['name']}, {result['tokens']} tokens, untrained"
-        errors = text_table(title, ["mechanism", *map(str, range(count)), "mean"], lines)
-        lines = []
-        for layer in range(count):
-            heads = [head for head in result["heads"] if head["layer"] == layer]
-            near = [str(head["head"]) for head in heads if head["kind"] == NEAR]
-            means = [statistics.fmean(head[name] for head in heads) for name in STATISTICS]
-            lines.append([str(layer), *(f"{mean:.2f}" for mean in means), " ".join(near) or "none"])
-        title = f"Heads: means by layer; near-field heads keep half of their attention within {_width(result)} tokens"
-        return [errors, text_table(title, ["layer", *STATISTICS.values(), "near-field heads"], lines, left=0)]
 
     @staticmethod
     def conclusions(result: Result) -> list[str]:
@@ -158,9 +131,6 @@ class HeadsStudy(Study):
                 parts.append(f"{label} {kinds[0]:.2f} and {kinds[1]:.2f}")
             sentences.append(f"Mean error on near-field and on far-field heads: {'; '.join(parts)}.")
         return sentences
-
-
-STATISTICS = {"near_field": "near field", "edges": "edges", "entropy": "entropy", "norm": "norm"}
 
 
 def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[str, Any]]:
@@ -274,3 +244,6 @@ def _kinds_figure(result: Result) -> Figure:
         figure.colorbar(image, ax=axes)
     figure.suptitle(f"Heads of {result['model']['name']} on {result['tokens']} tokens")
     return figure
+
+
+HeadsStudy.figures = {"heads_error": _error_figure, "heads_kinds": _kinds_figure}

@@ -10,33 +10,28 @@ measured one block, at d = 16, and prints more as a sum, H D_1 + … + H D_k: th
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Generator, Tensor
 
 from ..features import FourierFeatures, PositiveFeatures
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
 from ..ops.naive import normalised_weights
-from .base import Advance, Result, Study, text_table
+from ..results.plots import draw_rows, line_style, log_log, rate_line, title_and_legend
+from .base import Advance, Result, Study, rows_with
 from .intervals import Interval, effective_count, mean_interval, ratio_interval
-from .mse_report import (
-    IID,
-    INPUTS,
-    KINDS,
-    ORTHOGONAL,
-    PROJECTIONS,
-    conclusions,
-    error_figure,
-    norm_figure,
-    tables,
-)
 from .projections import draw, use_projection
 
+KINDS = {"sincos": "sine and cosine", "positive": "positive"}
+INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}
+IID, ORTHOGONAL, ONE, TWO, THREE = "iid", "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks"
+SUM = "sum of 3 blocks"
+PROJECTIONS = (IID, ORTHOGONAL, ONE, TWO, THREE, SUM)
 SPARSE_LENGTH = 128  # of sparse inputs, which have few different values, and where the norm varies
 
 
@@ -59,11 +54,6 @@ class MseStudy(Study):
         "short_draws": 40,
         "features": (16, 64, 256, 1024, 4096),
     }
-
-    @property
-    def steps(self) -> int:
-        draws = self.draws + self.short_draws
-        return len(self.dims) * len(KINDS) * (draws * len(self.features) + self.short_draws * len(self.norms))
 
     def measure(self, advance: Advance) -> Result:
         errors: dict[tuple[Any, ...], list[float]] = {}
@@ -148,17 +138,8 @@ class MseStudy(Study):
         return found
 
     @staticmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        figures = {f"mse_{inputs}": error_figure(result, inputs) for inputs in INPUTS}
-        return figures | {"mse_norms": norm_figure(result)}
-
-    @staticmethod
-    def tables(result: Result) -> list[Table]:
-        return [text_table(*table) for table in tables(result)]
-
-    @staticmethod
     def conclusions(result: Result) -> list[str]:
-        return conclusions(result)
+        return _conclusions(result)
 
 
 class Draw:
@@ -200,3 +181,128 @@ def _relative(found: Tensor, exact: Tensor) -> float:
 
 def _columns(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _conclusions(result: Result) -> list[str]:
+    settings, cosines = result["settings"], result["cosines"]
+    dims, last = settings["dims"], settings["features"][-1]
+
+    def over_iid(kind: str, dim: int, projection: str) -> str:
+        chosen = {"inputs": "normal", "dim": dim, "kind": kind, "matrix": "scores", "projection": projection}
+        row = rows_with(result["over_iid"], **chosen)[0]
+        return f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
+
+    def at_last(inputs: str, kind: str, dim: int, projection: str, other: str = ORTHOGONAL) -> str:
+        chosen = {"inputs": inputs, "dim": dim, "kind": kind, "matrix": "scores", "projection": projection}
+        row = rows_with(result["rows"], **chosen, features=last)[0]
+        return verdict(row[f"over_{other}"], row[f"over_{other}_low"], row[f"over_{other}_high"])
+
+    sentences = []
+    for kind, name in KINDS.items():
+        parts = [
+            f"d = {dim}, orthogonal {over_iid(kind, dim, ORTHOGONAL)}, Hadamard with 1, 2, 3 blocks "
+            + ", ".join(over_iid(kind, dim, blocks) for blocks in (ONE, TWO, THREE))
+            for dim in dims
+        ]
+        sentences.append(
+            f"{name.capitalize()} features, normal inputs, |x|² = {settings['squared_norm']:g}, mean squared error "
+            f"over that of iid rows, mean over M: {'; '.join(parts)}."
+        )
+    for projection, words in (
+        (ONE, "One Hadamard block"),
+        (THREE, "Three Hadamard blocks"),
+    ):
+        parts = [
+            f"{KINDS[kind]}, d = {dim}, {at_last('normal', kind, dim, projection)}" for kind in KINDS for dim in dims
+        ]
+        sentences.append(f"{words}, error over that of orthogonal rows at M = {last:,}: {'; '.join(parts)}.")
+    parts = [
+        f"{words}, d = {dim}, {at_last('sparse', 'sincos', dim, projection)}"
+        for words, projection in (("one block", ONE), ("three blocks", THREE))
+        for dim in dims
+    ]
+    sentences.append(
+        f"Sparse inputs, error over that of orthogonal rows (sine and cosine, M = {last:,}): {'; '.join(parts)}."
+    )
+    angles = " and ".join(f"{cosines[str(dim)][SUM]:.2f} (d = {dim})" for dim in dims)
+    parts = [f"d = {dim}, {at_last('normal', 'sincos', dim, SUM, IID)}" for dim in dims]
+    sentences.append(
+        "A sum of blocks, in place of their product, is no rotation: rows of the sum of three meet "
+        f"at a mean |cosine| of {angles}, rows of the product at {max(c[THREE] for c in cosines.values()):.2f}; its "
+        f"error over that of iid rows (normal inputs, sine and cosine, M = {last:,}): {'; '.join(parts)}."
+    )
+    parts = []
+    for dim in dims:
+        chosen = {"dim": dim, "kind": "sincos", "matrix": "scores", "projection": ORTHOGONAL}
+        gains = [row["ratio"] for row in rows_with(result["norms"], **chosen)]
+        parts.append(f"d = {dim}, {', '.join(f'{gain:.2f}' for gain in gains)}")
+    sentences.append(
+        "What orthogonal rows gain, by norm: error over that of iid rows (sine and cosine, M = 4d) for "
+        f"|x|² = {', '.join(f'{norm:g}' for norm in settings['norms'])}: {'; '.join(parts)}."
+    )
+    return sentences
+
+
+def verdict(ratio: float, low: float, high: float) -> str:
+    """
+    >>> verdict(1.5, 1.2, 1.9)
+    '1.50 (1.20 to 1.90), above'
+    """
+    word = "no difference seen" if low <= 1 <= high else "below" if high < 1 else "above"
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f}), {word}"
+
+
+def error_figure(result: Result, inputs: str) -> Figure:
+    """A row each kind of feature, a column each dimension."""
+    settings = result["settings"]
+    rows = rows_with(result["rows"], inputs=inputs, matrix="scores")
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    grid = figure.subplots(len(KINDS), len(settings["dims"]), sharex=True, sharey="row", squeeze=False)
+    for line, (kind, title) in zip(grid, KINDS.items(), strict=True):
+        for axes, dim in zip(line, settings["dims"], strict=True):
+            for projection in PROJECTIONS:
+                chosen = rows_with(rows, kind=kind, dim=dim, projection=projection)
+                draw_rows(axes, chosen, "features", "mse", label=projection, **line_style(projection))
+            axes.set_title(f"{title} features, d = {dim}")
+        line[0].set_ylabel("relative mean squared error")
+        top = max(row["mse"] for row in rows if row["kind"] == kind)
+        for axes in line:
+            rate_line(axes, settings["features"], 2 * top, -1, "1/M")
+            log_log(axes, settings["features"])
+    for axes in grid[-1]:
+        axes.set_xlabel("M, features")
+    size = f"L = {settings['length']:,}, {settings['draws']} draws"
+    if inputs == "sparse":
+        size = f"{settings['short_draws']} draws"
+    what = f"{INPUTS[inputs]} with |x|² = {settings['squared_norm']:g}"
+    title_and_legend(figure, f"Error of the attention matrix, {what}, {size} (bands: 95 %)")
+    return figure
+
+
+def norm_figure(result: Result) -> Figure:
+    """Error over that of iid rows, by norm, without means that a few draws rule."""
+    settings = result["settings"]
+    figure = Figure(figsize=(10, 6.6), layout="constrained")
+    grid = figure.subplots(len(KINDS), len(settings["dims"]), sharex=True, sharey=True, squeeze=False)
+    for line, (kind, title) in zip(grid, KINDS.items(), strict=True):
+        for axes, dim in zip(line, settings["dims"], strict=True):
+            for projection in PROJECTIONS:
+                rows = rows_with(result["norms"], dim=dim, kind=kind, matrix="scores", projection=projection)
+                sure = [row for row in rows if row["effective_draws"] >= settings["short_draws"] / 4]
+                draw_rows(axes, sure, "squared_norm", "ratio", label=projection, **line_style(projection))
+            if dim**0.5 <= settings["norms"][-1]:
+                axes.axvline(dim**0.5, color="black", linewidth=0.8, linestyle=":")
+            axes.set_title(f"{title} features, d = {dim}")
+            axes.set_ylim(0.02, 3)
+            log_log(axes, settings["norms"])
+        line[0].set_ylabel("error / error of iid rows")
+    for axes in grid[-1]:
+        axes.set_xlabel("|x|², dotted: of standard normal q and k")
+    size = f"normal inputs, M = 4d, {settings['short_draws']} draws (bands: 95 %)"
+    left_out = "left out: means that less than a quarter of the draws rule"
+    title_and_legend(figure, f"What orthogonality gains, by norm: {size}; {left_out}")
+    return figure
+
+
+MseStudy.figures = {f"mse_{inputs}": partial(error_figure, inputs=inputs) for inputs in INPUTS}
+MseStudy.figures |= {"mse_norms": norm_figure}

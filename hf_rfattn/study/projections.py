@@ -31,7 +31,7 @@ def sum_of_blocks(draws: int, rows: int, dim: int, generator: Generator, blocks:
 
 
 def draw(name: str, shape: Sequence[int], generator: Generator) -> Tensor:
-    """Independent draws of ω by a name of `plotting.STYLES`; `shape` is draws, rows, dim."""
+    """Independent draws of ω by a name of `results.plots.STYLES`; `shape` is draws, rows, dim."""
     draws, rows, dim = shape
     kind, _, count = name.partition(", ")
     if kind == "sum of 3 blocks":

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Tensor
 
 from ..results import rounded
-from .base import Advance, Result, Study, text_table
+from ..results.plots import draw_line
+from .base import Advance, Result, Study, rows_with
 from .pretrained import capture, describe, load, read_text
 
-MEASURES = {"frobenius": "Frobenius", "spectral": "spectral", "own": "Frobenius, of the remainder itself"}
+MEASURES = ("frobenius", "spectral", "own")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class RankStudy(Study):
 
     name: ClassVar[str] = "rank"
     full_settings: ClassVar[dict[str, Any]] = {"tokens": 512, "bands": (0, 1, 2, 4, 8, 16, 32, 64, 128)}
-
-    @property
-    def steps(self) -> int:
-        return len(self.bands)
 
     @torch.no_grad()
     def measure(self, advance: Advance) -> Result:
@@ -87,23 +83,6 @@ class RankStudy(Study):
         return found
 
     @staticmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        return {"rank": _figure(result)}
-
-    @staticmethod
-    def tables(result: Result) -> list[Table]:
-        settings = result["settings"]
-        found = []
-        for measure, title in MEASURES.items():
-            lines = [
-                [f"ε = {tolerance:g}", *(f"{_median(result, measure, tolerance, k):.0f}" for k in settings["bands"])]
-                for tolerance in settings["tolerances"]
-            ]
-            title = f"Rank needed outside the band, median over heads ({title}); {result['tokens']} tokens"
-            found.append(text_table(title, ["band", *map(str, settings["bands"])], lines))
-        return found
-
-    @staticmethod
     def conclusions(result: Result) -> list[str]:
         settings, length = result["settings"], result["tokens"]
         bands = settings["bands"]
@@ -141,8 +120,7 @@ def ranks_needed(values: Tensor, whole: Tensor, tolerance: float, measure: str) 
 
 
 def _median(result: Result, measure: str, tolerance: float, band: int) -> float:
-    wanted = (measure, tolerance, band)
-    return next(r["median"] for r in result["summary"] if (r["measure"], r["tolerance"], r["band"]) == wanted)
+    return rows_with(result["summary"], measure=measure, tolerance=tolerance, band=band)[0]["median"]
 
 
 def _figure(result: Result) -> Figure:
@@ -168,12 +146,9 @@ def _figure(result: Result) -> Figure:
     ticks = range(len(settings["bands"]))
     for tolerance, color, marker in styles:
         for axes, measure in ((middle, "frobenius"), (right, "own")):
-            wanted = (measure, tolerance)
-            rows = [row for row in result["summary"] if (row["measure"], row["tolerance"]) == wanted]
-            label = f"ε = {tolerance:g}"
-            axes.plot(ticks, [row["median"] for row in rows], color=color, marker=marker, label=label)
-            low, high = [row["low"] for row in rows], [row["high"] for row in rows]
-            axes.fill_between(ticks, low, high, color=color, alpha=0.15, linewidth=0)
+            rows = rows_with(result["summary"], measure=measure, tolerance=tolerance)
+            low, median, high = ([row[name] for row in rows] for name in ("low", "median", "high"))
+            draw_line(axes, ticks, median, (low, high), color=color, marker=marker, label=f"ε = {tolerance:g}")
     for axes, title in ((middle, "of the whole matrix"), (right, "of what remains")):
         axes.set_xticks(ticks, settings["bands"])
         axes.set(title=f"Rank for ε {title}", xlabel="band taken out", ylim=(0, None))
@@ -183,3 +158,6 @@ def _figure(result: Result) -> Figure:
         axes.grid(alpha=0.3)
     figure.suptitle(f"Attention of {result['model']['name']} on {result['tokens']} tokens: a band and a low rank")
     return figure
+
+
+RankStudy.figures = {"rank": _figure}

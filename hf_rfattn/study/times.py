@@ -14,16 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from ..bench.timing import Competitor, Spread, interleave, median_ratio, threads
 from ..features.projections import seeded_generator
 from ..mechanisms import build_mechanism
 from ..ops import hadamard_matrix, softmax_attention, walsh_hadamard_transform
 from ..results import SOFTMAX, measured_crossover
-from ..results.plots import line_style, log_log
-from .base import Advance, Result, Study, text_table
-from .plotting import STYLES
+from ..results.plots import draw_rows, line_style, log_log
+from .base import Advance, Result, Study, rows_with
 
 PROJECTIONS = ("iid", "orthogonal", "hadamard")
 DENSE, ONE, THREE = "dense product", "fast transform, 1 block", "fast transform, 3 blocks"
@@ -52,12 +50,6 @@ class TimeStudy(Study):
         "tokens": 1024,
         "repetitions": 7,
     }
-
-    @property
-    def steps(self) -> int:
-        softmax = sum(length <= self.softmax_until for length in self.lengths)
-        runs = len(PROJECTIONS) * len(self.lengths) + softmax + len(TRANSFORMS) * len(self.dims)
-        return (1 + self.repetitions) * runs
 
     @torch.inference_mode()
     def measure(self, advance: Advance) -> Result:
@@ -117,29 +109,6 @@ class TimeStudy(Study):
         return rows
 
     @staticmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        return {"time": _figure(result)}
-
-    @staticmethod
-    def tables(result: Result) -> list[Table]:
-        found = []
-        for what, title, names in (
-            ("attention", "Attention, milliseconds by length", (SOFTMAX, *PROJECTIONS)),
-            ("transform", "Hadamard projection of d rows, milliseconds by d", tuple(TRANSFORMS)),
-        ):
-            cells = {(r["name"], r["size"]): r for r in result["rows"] if r["what"] == what}
-            sizes = sorted({size for _, size in cells})
-            lines = [
-                [
-                    name.replace("fast transform", "fast"),
-                    *(_number(cells[name, size]["median_ms"]) if (name, size) in cells else "–" for size in sizes),
-                ]
-                for name in names
-            ]
-            found.append(text_table(title, ["", *(f"{size:,}" for size in sizes)], lines))
-        return found
-
-    @staticmethod
     def conclusions(result: Result) -> list[str]:
         settings = result["settings"]
         ratio = {(r["what"], r["name"], r["size"]): r["over_baseline"] for r in result["rows"]}
@@ -184,24 +153,15 @@ def first_below(pairs: list[tuple[int, float]]) -> int | None:
     return measured_crossover([size for size, _ in pairs], [1 / ratio for _, ratio in pairs])[0]
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-
-
 def _figure(result: Result) -> Figure:
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    styles: dict[str, dict[str, Any]] = {SOFTMAX: line_style(SOFTMAX)}
-    styles |= {name: {"color": STYLES[name][0], "marker": STYLES[name][1]} for name in PROJECTIONS}
+    styles: dict[str, dict[str, Any]] = {name: line_style(name) for name in (SOFTMAX, *PROJECTIONS)}
     styles |= {name: {"color": color, "marker": marker} for name, (color, marker) in TRANSFORMS.items()}
     for axes, what in ((left, "attention"), (right, "transform")):
-        rows = [row for row in result["rows"] if row["what"] == what]
+        rows = rows_with(result["rows"], what=what)
         for name in dict.fromkeys(row["name"] for row in rows):
-            chosen = [row for row in rows if row["name"] == name]
-            x = [row["size"] for row in chosen]
-            axes.plot(x, [row["median_ms"] for row in chosen], label=name, **styles[name])
-            low, high = [row["low"] for row in chosen], [row["high"] for row in chosen]
-            axes.fill_between(x, low, high, color=styles[name]["color"], alpha=0.15, linewidth=0)
+            draw_rows(axes, rows_with(rows, name=name), "size", "median_ms", label=name, **styles[name])
         log_log(axes, sorted({row["size"] for row in rows}))
         axes.legend(frameon=False)
     settings, hardware = result["settings"], result["hardware"]
@@ -211,3 +171,6 @@ def _figure(result: Result) -> Figure:
     right.tick_params(axis="x", rotation=40)
     figure.suptitle(f"Medians and quartiles, {hardware['cpu']}, threads: {result['threads']}")
     return figure
+
+
+TimeStudy.figures = {"time": _figure}

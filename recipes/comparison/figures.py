@@ -117,4 +117,4 @@ def _lines(axes: Axes, summary: Mapping[str, Any], part: str, processes: int) ->
             mark_crossover(axes, each["interpolated"], softmax, number, color)
     count = f", {processes} processes" if processes > 1 else ""
     axes.set(title=f"{part}{count}: training by length", xlabel="length (tokens)", ylabel="tokens/s")
-    axes.legend(frameon=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)  # lines fill the panel

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -150,18 +149,6 @@ def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
         shutil.rmtree(folder / MODEL, ignore_errors=True)
     write_result(document, result_file(output, run))
     return document
-
-
-def time_left(runs: list[Run], seconds: Mapping[str, list[float]]) -> float | None:
-    """Of runs to come, from those of the same task that are done, or else of any."""
-    known = [each for times in seconds.values() for each in times]
-    if not known:
-        return None
-    return sum(statistics.mean(seconds.get(task_of(run), known)) for run in runs)
-
-
-def task_of(run: Run) -> str:
-    return run.name if run.place is None else str(run.place["part"])
 
 
 def outcome(document: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from hf_rfattn.results import Block, Bullets, Heading, Paragraph, Table
-from hf_rfattn.study import study_class
 
 from .pages import Documents, Page, measured_on
 
@@ -17,11 +16,15 @@ class Told(NamedTuple):
     finding: int  # number of the conclusion that the README shows
     options: str = ""  # of the command
     note: str = ""
+    figures: tuple[str, ...] = ()  # files that the page shows; by default the one of its name
 
 
 STUDIES = {
     "gram": Told(
-        "Kernels", "How fast do random Fourier features approach Gaussian, Laplace and Cauchy Gram matrices?", finding=0
+        "Kernels",
+        "How fast do random Fourier features approach Gaussian, Laplace and Cauchy Gram matrices?",
+        finding=0,
+        figures=("gram_matrices", "gram_error"),
     ),
     "mse": Told(
         "Projections",
@@ -30,6 +33,7 @@ STUDIES = {
         finding=3,
         note="Hadamard blocks are multiplied, (H D_k)…(H D_1); the default here is three. The unpublished report that "
         "this project grew from measured one, and prints a sum of several, which is measured here too.",
+        figures=("mse_normal", "mse_sparse", "mse_norms"),
     ),
     "time": Told(
         "Time", "From which size on is the fast Walsh-Hadamard transform faster than a matrix product?", finding=1
@@ -39,6 +43,7 @@ STUDIES = {
         "Which heads of a pretrained model can each mechanism stand for before training?",
         finding=1,
         options="--model demo",
+        figures=("heads_error", "heads_kinds"),
     ),
     "rank": Told(
         "Rank",
@@ -50,7 +55,10 @@ STUDIES = {
         "too).",
     ),
     "mrf": Told(
-        "Markov random fields", "How well do random features work for linear-chain Markov random fields?", finding=3
+        "Markov random fields",
+        "How well do random features work for linear-chain Markov random fields?",
+        finding=3,
+        figures=("mrf_error", "mrf_time"),
     ),
 }
 
@@ -66,7 +74,7 @@ def whole(documents: Documents, page: Page) -> list[Block]:
         blocks.append(Paragraph(f"{told.question} `{_command(name)}`, on {measured_on(document)}."))
         blocks += [Paragraph(told.note)] if told.note else []
         blocks.append(Bullets(document["conclusions"]))
-        for figure in study_class(name).figures(document):
+        for figure in told.figures or (name,):
             what = f"{told.title}: {figure.replace('_', ' ')}"
             blocks.append(Paragraph(f"![{what}]({page.address(f'{FOLDER}/{figure}.png')})"))
     return blocks or [NOTHING]

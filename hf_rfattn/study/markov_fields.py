@@ -10,6 +10,7 @@ carried as messages, O(T|X|M), and as matrices, O(T|X|M²), of chains with score
 another one. Signed features: how often Z comes out negative.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 from torch import Tensor
 
 from ..bench.timing import Competitor, Spread, interleave, threads
@@ -25,10 +25,25 @@ from ..features import FourierFeatures
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
 from ..results import rounded
-from .base import Advance, Result, Study, text_table
-from .chains_report import EXACT_LOG, EXACT_SCALED, KINDS, MANY, ONE, conclusions, error_figure, tables, time_figure
+from ..results.plots import draw_rows, log_log, title_and_legend
+from .base import Advance, Result, Study, rows_with
 from .intervals import mean_interval
+from .times import first_below
 
+ONE, MANY = "one draw", "a draw a transition"
+KINDS = {  # label, colour (Okabe and Ito), marker, line
+    ONE: ("log Z, one draw for all transitions", "#0072B2", "s", "-"),
+    MANY: ("log Z, a draw for each transition", "#D55E00", "D", "-"),
+    "denominators": ("attention, log of denominators", "#666666", "o", "--"),
+    "outputs": ("attention, outputs", "#CC79A7", "X", "--"),
+}
+VARIES = {
+    "states": "|X|, states",
+    "features": "M, features",
+    "length": "T, nodes",
+    "squared_norm": "|e|², squared norm",
+}
+EXACT_SCALED, EXACT_LOG = "exact, scaled products", "exact, log space"
 SIGNED_LENGTHS = (2, 3, 8)
 
 
@@ -75,14 +90,6 @@ class MrfStudy(Study):
         found += [("features", centre._replace(features=n)) for n in self.features]
         found += [("length", centre._replace(length=n)) for n in self.lengths]
         return found + [("squared_norm", centre._replace(squared_norm=n)) for n in self.norms]
-
-    @property
-    def steps(self) -> int:
-        return (
-            len(self.points)
-            + len(self.norms)
-            + (1 + self.repetitions) * sum(len(self._competitors(states)) for states in self.timed_states)
-        )
 
     def measure(self, advance: Advance) -> Result:
         rows = []
@@ -174,16 +181,8 @@ class MrfStudy(Study):
         return rows
 
     @staticmethod
-    def figures(result: Result) -> dict[str, Figure]:
-        return {"mrf_error": error_figure(result), "mrf_time": time_figure(result)}
-
-    @staticmethod
-    def tables(result: Result) -> list[Table]:
-        return [text_table(*table) for table in tables(result)]
-
-    @staticmethod
     def conclusions(result: Result) -> list[str]:
-        return conclusions(result)
+        return _conclusions(result)
 
 
 def scaled_log_partition(chain: LinearChainMRF) -> Tensor:
@@ -212,3 +211,125 @@ def multiply_adds(name: str, states: int, length: int) -> int:
         return length * states**2
     M = int(name.rpartition(" ")[2])
     return length * states * (2 * M if name.startswith("messages") else M**2)
+
+
+def _series(result: Result, varies: str, kind: str) -> list[dict[str, Any]]:
+    return rows_with(result["rows"], varies=varies, kind=kind)
+
+
+def _conclusions(result: Result) -> list[str]:
+    settings = result["settings"]
+    states, features, length, norm = settings["centre"]
+
+    def factor(varies: str, kind: str) -> float:
+        rows = _series(result, varies, kind)
+        return rows[-1]["error"] / rows[0]["error"]
+
+    def ends(varies: str) -> str:
+        rows = _series(result, varies, ONE)
+        return f"{rows[0][varies]:,} to {rows[-1][varies]:,}"
+
+    def both(varies: str) -> str:
+        factors = [factor(varies, kind) for kind in (ONE, MANY)]
+        one, many = (f"{value:.2f}" if value < 10 else f"{value:,.0f}" for value in factors)
+        return f"by {one} and {many} as {varies_names[varies]} goes from {ends(varies)}"
+
+    def tighter(kind: str) -> str:
+        """At which norms a transition errs less than a denominator."""
+        pairs = zip(*(_series(result, "squared_norm", name) for name in (kind, "denominators")), strict=True)
+        norms = [f"{chain['squared_norm']:g}" for chain, attention in pairs if chain["error"] < attention["error"]]
+        return ", ".join(norms) or "none of them"
+
+    varies_names = {"states": "|X|", "length": "T", "squared_norm": "|e|²"}
+    slope = math.log(factor("features", ONE)) / math.log(settings["features"][-1] / settings["features"][0])
+    one, many, denominators, outputs = (_at_centre(result, kind) for kind in KINDS)
+    last = settings["lengths"][-1]
+    whole = [_series(result, "length", kind)[-1]["error"] * (last - 1) for kind in (ONE, MANY)]
+    calm, worst = result["signed"][0], max(row["negative_T3"] for row in result["signed"])
+    return [
+        f"Around |X| = {states}, M = {features}, T = {length}, |e|² = {norm:g} the error of log Z a transition is "
+        f"{one:.3f} with one draw for all transitions and {many:.3f} with a draw for each; attention with the same "
+        f"embeddings and M errs by {denominators:.3f} in the logarithm of a denominator and by {outputs:.3f} in its "
+        "outputs.",
+        f"The error of log Z falls as M to the power {slope:.2f} ({ends('features')}, one draw), and is multiplied, "
+        f"with one draw and with a draw each, {both('states')}, {both('length')}, {both('squared_norm')}.",
+        f"A transition is tighter than a denominator of attention at |e|² = {tighter(ONE)} with one draw and at "
+        f"{tighter(MANY)} with a draw each, of {', '.join(f'{n:g}' for n in settings['norms'])}; elsewhere looser.",
+        f"One draw errs the same way at every transition: at T = {last:,} log Z is off by {whole[0]:.1f} on average, "
+        f"with a draw for each transition by {whole[1]:.1f}.",
+        _crossovers(result),
+        f"Sine and cosine features made Z of three nodes negative in {100 * calm['negative_T3']:.0f} % of draws at "
+        f"|e|² = {calm['squared_norm']:g} and in up to {100 * worst:.0f} % at larger norms (M = {calm['features']}, "
+        "embeddings for each node); positive features cannot.",
+    ]
+
+
+def _at_centre(result: Result, kind: str) -> float:
+    centre = Point(*result["settings"]["centre"])
+    return rows_with(result["rows"], kind=kind, **centre._asdict())[0]["error"]
+
+
+def _crossovers(result: Result) -> str:
+    settings = result["settings"]
+    times = {(row["name"], row["states"]): row["median_ms"] for row in result["times"]}
+    parts = []
+    for form, count in (("messages", lambda M: 2 * M), ("matrices", lambda M: M**2)):
+        for M in settings["timed_features"]:
+            name = f"{form}, M = {M}"
+            ratios = [(s, times[name, s] / times[EXACT_SCALED, s]) for s in settings["timed_states"]]
+            first = first_below(ratios)
+            measured = f"from {first:,}" if first else f"not up to {settings['timed_states'][-1]:,}"
+            parts.append(f"{name} {measured} (counted: above {count(M):,})")
+    return (
+        f"States from which features are faster than the exact forward algorithm as scaled products, T = "
+        f"{settings['centre'][2]}: {'; '.join(parts)}."
+    )
+
+
+def error_figure(result: Result) -> Figure:
+    """Error against each of the four."""
+    settings = result["settings"]
+    figure = Figure(figsize=(11, 7.4), layout="constrained")
+    for axes, (varies, title) in zip(figure.subplots(2, 2).flat, VARIES.items(), strict=True):
+        for kind, (label, color, marker, line) in KINDS.items():
+            style = {"color": color, "marker": marker, "linestyle": line, "markersize": 5, "label": label}
+            draw_rows(axes, _series(result, varies, kind), varies, "error", **style)
+        log_log(axes, [row[varies] for row in _series(result, varies, ONE)])
+        axes.set(xlabel=title, ylabel="error")
+    states, features, length, norm = settings["centre"]
+    title_and_legend(
+        figure,
+        f"Error of log Z a transition, and of attention, around |X| = {states}, M = {features}, T = {length}, |e|² = "
+        f"{norm:g} (n = {settings['dim']}, {settings['draws']} draws, bands: 95 %)",
+    )
+    return figure
+
+
+def time_figure(result: Result) -> Figure:
+    """Measured, and as multiply-adds are counted."""
+    settings = result["settings"]
+    colors = dict(zip(settings["timed_features"], ("#E69F00", "#D55E00", "#CC79A7", "#009E73"), strict=False))
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = list(dict.fromkeys(row["name"] for row in result["times"]))
+    for name in names:
+        rows = rows_with(result["times"], name=name)
+        if name.startswith("exact"):
+            style = {"color": "black", "marker": "*", "linestyle": "-" if name == EXACT_SCALED else ":"}
+        else:
+            M = int(name.rpartition(" ")[2])
+            messages = name.startswith("messages")
+            style = {"color": colors[M], "marker": "o" if messages else "s", "linestyle": "-" if messages else "--"}
+        draw_rows(left, rows, "states", "median_ms", label=name, **style)
+        if name != EXACT_LOG:
+            right.plot([row["states"] for row in rows], [row["multiply_adds"] for row in rows], **style)
+    left.set(title="measured", xlabel="|X|, states", ylabel="milliseconds")
+    right.set(title="counted", xlabel="|X|, states", ylabel="multiply-adds")
+    for axes in (left, right):
+        log_log(axes, settings["timed_states"])
+    where = f"{result['hardware']['cpu']}, threads: {result['threads']}"
+    title_and_legend(figure, f"log Z of a chain of {settings['centre'][2]} nodes, {where}")
+    return figure
+
+
+MrfStudy.figures = {"mrf_error": error_figure, "mrf_time": time_figure}

@@ -9,6 +9,7 @@ Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with S
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,41 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ..features import PositiveFeatures
-from ..integration import attention_error, calibrate, patch_model, unpatch_model
+from ..integration import AttentionError, attention_error, calibrate, patch_model, unpatch_model
+from ..integration.error import EXPLANATION
 from ..integration.inputs import Data
 from ..integration.patching import Attention
+from ..integration.text_table import text_table
 from .batches import TrainingBatches
 from .processes import check_alike, from_first, process_rank
-from .report import Conversion
 from .transfer import STATE, Transfer
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What attention transfer has reached: errors before and after, and the steps that each layer was trained.
+
+    Prints as a table, becomes a dict with `to_dict()`.
+    """
+
+    before: AttentionError
+    after: AttentionError
+    steps: dict[str, int]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        after = self.after
+        rows = []
+        for i, name in enumerate(after.layers):
+            errors = (after.average[i], self.before.overall[i], after.overall[i], max(after.heads[i]))
+            rows.append((name, after.mechanisms[i], *(f"{error:.3f}" for error in errors), self.steps.get(name, 0)))
+        numbers = ("average", "before", "after", "worst head", "steps")
+        columns = {"layer": "<", "attention": "<", **dict.fromkeys(numbers, ">")}
+        return f"{text_table(columns, rows)}\n{EXPLANATION}"
 
 
 def convert(
