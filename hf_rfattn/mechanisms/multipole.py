@@ -26,7 +26,7 @@ from .registry import register_mechanism
 BY_LENGTH = ((512, 8, 16), (4096, 16, 32))
 LONGER = (32, 64)
 CAUSAL_BLOCK = 8
-LOCAL = 4  # one part in so many of the exact keys of a causal query comes before it
+LOCAL = 8  # one part in so many of the exact keys of a causal query comes before it
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def _chunks(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, l
     """Sequences to be worked on at a time, and tiles of them: their exact keys, and scores, stay in a CPU's caches."""
     N, T, C, D = tiles.shape
     numbers = max(sizes.chosen * sizes.block * D, C * blocks)
-    at_once = max(BLOCK.get(tiles.device.type, OTHER_BLOCK) // (4 * numbers), 1)
+    at_once = max(BLOCK.get(tiles.device.type, OTHER_BLOCK) // numbers, 1)
     rows, columns = max(at_once // T, 1), min(at_once, T)
     for n in range(0, N, rows):
         yield slice(n, n + rows), [slice(t, t + columns) for t in range(0, T, columns)]

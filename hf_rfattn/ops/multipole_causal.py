@@ -172,17 +172,18 @@ def causal_multipole_attention(
 
 def _slab(x: Tensor, rank: Tensor, context: Context, number: int, sizes: CausalSizes, scale: float) -> Tensor:
     """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks."""
-    length = number * sizes.block
-    tensors = context.keys[:, :, :length], context.values[:, :, :length]
     summaries = (z[:, :, :number] for z in (context.low, context.high, context.sum_keys, context.sum_values))
-    form = _gathered if x.shape[3] <= GATHER else _masked
-    out = recompute(form, x.flatten(2, 3), rank.repeat(1, x.shape[2])[:, None], *tensors, *summaries, sizes, scale)
+    form, keys, values = _gathered, context.keys, context.values
+    if x.shape[3] > GATHER:
+        form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
+    out = recompute(form, x.flatten(2, 3), rank.repeat(1, x.shape[2])[:, None], keys, values, *summaries, sizes, scale)
     return out.unflatten(2, x.shape[2:4])
 
 
 def _far(x: Tensor, sum_keys: Tensor, sum_values: Tensor, choice: Choice, block: int) -> tuple[Tensor, Tensor]:
-    dtype = x.dtype
-    return attend(x, sum_keys.to(dtype) / block, sum_values.to(dtype) / block, choice.far)
+    """The part of block means, from sums: a copy of all means would cost more than the rest of a step."""
+    out, lse = attend(x, sum_keys.to(x.dtype), sum_values.to(x.dtype), choice.far, 1 / block)
+    return out / block, lse
 
 
 def _masked(x, rank, keys, values, low, high, sum_keys, sum_values, sizes: CausalSizes, scale: float) -> Tensor:
