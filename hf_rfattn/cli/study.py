@@ -26,6 +26,9 @@ Model = Annotated[
 ]
 TextFile = Annotated[Path | None, typer.Option(help="A text in UTF-8; by default an English one of some 500 words.")]
 Tokens = Annotated[int | None, typer.Option(min=8, help="Of the text that are used at most.")]
+Extend = Annotated[
+    bool, typer.Option("--extend", help="In `heads`: repeat learned positions if the model has fewer than --tokens.")
+]
 FOLDER = Path("study_out")
 
 SIMPLE = {
@@ -60,13 +63,16 @@ def _pretrained(name: str, description: str) -> None:
         model: Model = None,
         text_file: TextFile = None,
         tokens: Tokens = None,
+        extend: Extend = False,
         full: Full = False,
         output: Output = FOLDER,
         seed: Seed = 0,
     ) -> None:
         text = None if text_file is None else str(text_file)
-        few = {} if tokens is None else {"tokens": tokens}
-        _run(name, full, output, seed=seed, model=model, text_file=text, **few)
+        given: dict[str, Any] = {"tokens": tokens} if tokens is not None else {}
+        if extend:
+            given["extend"] = True
+        _run(name, full, output, seed=seed, model=model, text_file=text, **given)
 
 
 def _run(name: str, full: bool, output: Path, **settings: Any) -> None:

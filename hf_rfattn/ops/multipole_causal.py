@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import recompute, traced
-from .linear import blocks as slabs
-from .linear import compute_dtype
+from .autograd import recompute
+from .linear import State, compute_dtype
 from .multipole_choice import CausalSizes, Choice, choose_for_each
 from .softmax import attend, merge
-from .state import State
+from .tiles import block_size, traced
 
 GATHER = 4  # up to so many queries, the keys of chosen blocks are gathered; for more, all keys are scored and masked
 
@@ -153,14 +152,16 @@ def causal_multipole_attention(
     count these. Some queries at once score all keys, in O(L · all keys · D) like softmax; a step costs
     O((all keys / block + exact keys) · D).
     """
-    B, H, L, D = q.shape
+    B, _, L, D = q.shape
     K = k.shape[1]
     if context is None:
         context = Context.new(B, K, D, v.shape[3], L, sizes.block, k)
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
     parts = []
-    for rows in slabs(L, B * H * context.keys.shape[2], 1, q.device):
+    size = block_size(q, context.keys.shape[2])
+    for start in range(0, L, size):
+        rows = slice(start, start + size)
         last = (
             context.low.shape[2] if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, context.low.shape[2])
         )
@@ -171,17 +172,18 @@ def causal_multipole_attention(
 
 def _slab(x: Tensor, rank: Tensor, context: Context, number: int, sizes: CausalSizes, scale: float) -> Tensor:
     """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks."""
-    length = number * sizes.block
-    tensors = context.keys[:, :, :length], context.values[:, :, :length]
     summaries = (z[:, :, :number] for z in (context.low, context.high, context.sum_keys, context.sum_values))
-    form = _gathered if x.shape[3] <= GATHER else _masked
-    out = recompute(form, x.flatten(2, 3), rank.repeat(1, x.shape[2])[:, None], *tensors, *summaries, sizes, scale)
+    form, keys, values = _gathered, context.keys, context.values
+    if x.shape[3] > GATHER:
+        form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
+    out = recompute(form, x.flatten(2, 3), rank.repeat(1, x.shape[2])[:, None], keys, values, *summaries, sizes, scale)
     return out.unflatten(2, x.shape[2:4])
 
 
 def _far(x: Tensor, sum_keys: Tensor, sum_values: Tensor, choice: Choice, block: int) -> tuple[Tensor, Tensor]:
-    dtype = x.dtype
-    return attend(x, sum_keys.to(dtype) / block, sum_values.to(dtype) / block, choice.far)
+    """The part of block means, from sums: a copy of all means would cost more than the rest of a step."""
+    out, lse = attend(x, sum_keys.to(x.dtype), sum_values.to(x.dtype), choice.far, 1 / block)
+    return out / block, lse
 
 
 def _masked(x, rank, keys, values, low, high, sum_keys, sum_values, sizes: CausalSizes, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import traced
+from .tiles import traced
 
 SUBTILES = 4  # votes of a tile: as good as one vote for each query, at a fraction of the cost
 SAMPLE = 4  # every so many tokens tell the variances of all
@@ -86,8 +86,9 @@ def choose_blocks(
 def bound(parts: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """u_b(x) `[..., Q, B]` from positive and negative parts of x `[..., Q, 2D]`; -inf for blocks without keys."""
     empty = high[..., 0] < low[..., 0]
-    corners = torch.cat([high, low], dim=-1).masked_fill(empty.unsqueeze(-1), 0)
-    return (parts @ corners.mT).masked_fill(empty.unsqueeze(-2), torch.finfo(parts.dtype).min)
+    positive, negative = parts.chunk(2, dim=-1)
+    bounds = positive @ high.mT + negative @ low.mT
+    return bounds.masked_fill(empty.unsqueeze(-2), torch.finfo(parts.dtype).min)
 
 
 def _with_first(scores: Tensor, first: int) -> Tensor:

@@ -27,7 +27,10 @@ NEAR, FAR = "near", "far"
 
 @dataclass(frozen=True)
 class HeadsStudy(Study):
-    """`model`: a folder, a name on the Hub, or "demo". `text_file`: by default a text that comes with the package."""
+    """`model`: a folder, a name on the Hub, or "demo". `text_file`: by default a text that comes with the package.
+    `extend`: repeat the learned positions of a model that has fewer than `tokens`. `exact_keys`: of multipole, and of
+    bands beside it.
+    """
 
     model: str | None = None
     text_file: str | None = None
@@ -35,6 +38,8 @@ class HeadsStudy(Study):
     features: tuple[int, ...] = (64, 256)
     bandwidth: int = 16
     band: int = 64
+    exact_keys: tuple[int, ...] = (64, 128)
+    extend: bool = False
     seed: int = 0
 
     name: ClassVar[str] = "heads"
@@ -53,7 +58,7 @@ class HeadsStudy(Study):
                         found[f"favor++, M = {M:,}"] = {"mechanism": name, "num_features": M, "variance": "optimal"}
             elif hasattr(config, "bandwidth"):
                 found[f"{name} {config.bandwidth}"] = {"mechanism": name}
-            elif name != BASELINE:
+            elif name not in (BASELINE, "multipole"):
                 found[name] = {"mechanism": name}
         raw = {"mechanism": "rff", "num_features": self.features[0], "normalize_qk": False}
         found[f"rff of raw q and k, M = {self.features[0]:,}"] = raw
@@ -62,11 +67,16 @@ class HeadsStudy(Study):
         joint = {"mechanism": "fmm", "bandwidth": self.band, "normalizer": "joint", "far": far}
         found[f"fmm {self.band}, joint, M = {self.features[0]:,}"] = joint
         found[f"fmm {self.band}, joint, edges exact"] = {**joint, "global_tokens": 1}
+        for keys in self.exact_keys:
+            edges = {"bandwidth": keys // 2, "global_tokens": 1}
+            found[f"band {keys // 2}, edges exact"] = {"mechanism": "band", **edges}
+            found[f"fmm {keys // 2}, joint, edges exact"] = {**joint, **edges}
+            found[f"multipole, {keys} exact keys"] = {"mechanism": "multipole", "exact_keys": keys}
         return found
 
     def measure(self, advance: Advance) -> Result:
         text = read_text(self.text_file)
-        model, batch = load(self.model, text, self.tokens)
+        model, batch = load(self.model, text, self.tokens, self.extend)
         description = describe(self.model or "", model, text)
         heads = []
         for number, captured in enumerate(capture(model, batch)):

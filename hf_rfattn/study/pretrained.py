@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from .. import patch_model, unpatch_model
+from .. import extend_positions, patch_model, unpatch_model
 from ..integration.discovery import find_attention
 from ..integration.error import softmax_in_place
+from ..integration.positions import learned_positions
 from ..integration.reading import first_tokens, load_config
 from ..mechanisms import Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
@@ -59,8 +60,10 @@ def read_text(path: str | None) -> str:
     return text
 
 
-def load(name: str | None, text: str, most_tokens: int) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with softmax attention, and the tokens of the text, no more than it has positions for."""
+def load(name: str | None, text: str, most_tokens: int, extend: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with softmax attention, and the tokens of the text, no more than it has positions for; `extend` repeats
+    those that it has learned.
+    """
     if not name:
         raise ValueError(
             "This study needs a pretrained model: --model FOLDER or a name on the Hub. Without either, "
@@ -71,6 +74,10 @@ def load(name: str | None, text: str, most_tokens: int) -> tuple[PreTrainedModel
     folder = model_folder(name)
     load_config(folder)  # for its clear errors
     model = unpatch_model(AutoModel.from_pretrained(folder, trust_remote_code=False)).float().eval()
+    if extend and (learned_positions(model) or most_tokens) < most_tokens:
+        extend_positions(model, most_tokens, method="tile")
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return model, dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=most_tokens))
     return model, dict(first_tokens(text, folder, model, most_tokens))
 
 
