@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
 from support.models import ids, tiny_bert
 from support.word_tokenizers import save_with_tokenizer
 from torch import nn
@@ -16,20 +18,17 @@ from hf_rfattn import (
     unpatch_model,
 )
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
-
 TEXTS = ["the cat", "the dog sat on the mat", "dog", "mat and cat", "the cat sat on the dog", "cat and dog"]
 
 
 @pytest.fixture
 def encoder(tmp_path):
     """Mean pooling and normalisation over a tiny BERT, in evaluation mode."""
-    modules = pytest.importorskip("sentence_transformers.models")
     torch.manual_seed(0)
     save_with_tokenizer(tiny_bert(), tmp_path / "bert")
     words = modules.Transformer(str(tmp_path / "bert"), max_seq_length=16)
     pooling = modules.Pooling(words.model.config.hidden_size, "mean")
-    made = sentence_transformers.SentenceTransformer(modules=[words, pooling, modules.Normalize()], device="cpu")
+    made = SentenceTransformer(modules=[words, pooling, modules.Normalize()], device="cpu")
     return made.eval()
 
 
@@ -44,7 +43,7 @@ def test_saving_and_loading_is_exact(encoder, tmp_path, attention):
     patched = embeddings(encoder)
     assert not torch.equal(softmax, patched)
     encoder.save_pretrained(str(tmp_path / "saved"))
-    again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert again[0].model.config.rfattn == encoder[0].model.config.rfattn
     assert torch.equal(embeddings(again), patched)
     assert torch.equal(embeddings(unpatch_model(again)), softmax)
@@ -58,7 +57,7 @@ def test_errors_and_choices_are_those_of_the_model_inside(encoder):
     assert choice.candidates == choose_attention(inside, batch, candidates=["average", "band"]).candidates
     patch_model(encoder, "favor+", num_features=16)
     expected = attention_error(inside, batch)
-    own_inputs = encoder.preprocess(TEXTS) if hasattr(encoder, "preprocess") else encoder.tokenize(TEXTS)
+    own_inputs = encoder.preprocess(TEXTS)
     for found in (
         attention_error(encoder, batch),
         attention_error(encoder, own_inputs),
@@ -73,7 +72,7 @@ def test_convert_teaches_and_is_saved(encoder, tmp_path):
     assert sum(report.after.overall) < sum(report.before.overall)
     taught = embeddings(encoder)
     encoder.save_pretrained(str(tmp_path / "saved"))
-    again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert torch.equal(embeddings(again), taught)
 
 
@@ -86,7 +85,7 @@ def test_extended_positions_are_used_and_saved(encoder, tmp_path):
     long_text = "cat mat " * limit
     found = encoder.encode(long_text, convert_to_tensor=True)
     encoder.save_pretrained(str(tmp_path / "saved"))
-    again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert again.max_seq_length == 2 * limit
     assert torch.equal(again.encode(long_text, convert_to_tensor=True), found)
     assert not torch.equal(again.encode("cat mat " * (limit // 2), convert_to_tensor=True), found)

@@ -21,7 +21,7 @@ Options = TypeVar("Options", bound="CommonOptions")
 AT_LEAST_1 = (
     "max_length", "batch_size", "save_every", "redraw_every", "max_train_samples", "max_eval_samples", "max_samples",
     "max_steps", "steps", "accumulate", "eval_batch_size", "lora_rank", "evaluate_every", "early_stop", "log_every",
-    "patience",
+    "patience", "document_tokens", "max_documents", "max_queries",
 )  # fmt: skip
 AT_LEAST_0 = (
     "seed", "transfer_steps", "workers", "transfer_parts", "weight_decay", "warmup", "max_gradient_norm",

@@ -1,0 +1,214 @@
+"""Evaluate an embedding model with any attention: retrieval or STS-B, with throughput and memory of the same run.
+
+python recipes/evaluate_embeddings.py --model BAAI/bge-small-en-v1.5 --attention multipole --document-tokens 512
+python recipes/evaluate_embeddings.py --model BAAI/bge-small-en-v1.5 --task stsb --attention fmm --transfer-steps 200
+"""
+
+import training.messages  # noqa: F401  # isort: skip
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from training.classification import SCORES
+from training.data import Source, check_scores, check_texts, find_source, fingerprint, load_split, take
+from training.embedding import Speed, embed, load_encoder, model_inside, set_length
+from training.evaluation import as_document, as_text
+from training.messages import errors_as_messages
+from training.metrics import glue
+from training.models import attention_of, collator, set_attention, with_padding
+from training.options import CommonOptions, described, parse_options
+from training.order import TrainingOrder, check_share
+from training.output import MODEL, TRANSFER
+from training.retrieval import CUT, Retrieval, from_squad, is_beir, ranking_metrics, read_beir
+from training.saving import whole_folder
+from training.session import Session, in_session
+from training.teaching import MODEL_INPUTS, Inputs, transfer, transfer_document
+
+from hf_rfattn.results import Metric
+
+PAIR = ["sentence1", "sentence2"]
+QUERIES_AT_ONCE = 256  # whose scores with all documents are held in memory
+
+
+@dataclass(kw_only=True)
+class EmbeddingOptions(CommonOptions):
+    task: Literal["retrieval", "stsb"] = described(
+        "Retrieval: --data is SQuAD or a folder in BEIR layout. Or STS-B, the Spearman correlation of cosines.",
+        "retrieval",
+    )
+    split: str | None = described("Which split to evaluate on. Default: test in BEIR layout, else validation.")
+    document_tokens: int | None = described(
+        "SQuAD: join consecutive paragraphs of an article to documents of so many tokens. Default: --max-length."
+    )
+    max_documents: int | None = described("Number of documents, the same for every seed.")
+    max_queries: int | None = described("Number of queries, the same for every seed.")
+    max_samples: int | None = described("STS-B: number of pairs, the same for every seed.")
+    extend_positions: bool = described("Repeat learned positions where texts are longer than the model's.", False)
+    pooling: Literal["mean", "cls", "max", "lasttoken"] | None = described(
+        "For models without the files of sentence-transformers: how to pool tokens. Default: mean."
+    )
+    normalize: bool = described(
+        "For models without the files of sentence-transformers: compare by cosine, not by dot product.", True
+    )
+    query_prefix: str | None = described("Text in front of queries. Default: what the model's own files say.")
+    document_prefix: str | None = described("Text in front of documents. Default: likewise.")
+    eval_batch_size: int = described("Texts that a process encodes at once.", 32)
+    transfer_steps: int = described("Steps of attention transfer on the texts before evaluation, without labels.", 0)
+    transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model is None:
+            raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
+        if self.transfer_steps and self.attention in (None, "softmax"):
+            raise ValueError("--transfer-steps teaches a mechanism; give --attention, and not softmax.")
+        if self.attention in (None, "softmax") and (self.attention_options or self.layers):
+            raise ValueError("--attention-options and --layers belong to a mechanism; name it with --attention.")
+        if self.task == "stsb" and (self.document_tokens or self.max_documents or self.max_queries):
+            raise ValueError("--document-tokens, --max-documents and --max-queries are for retrieval.")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a task has found, and how fast its documents or sentences were embedded."""
+
+    metrics: dict[str, Metric]
+    speed: Speed
+
+
+def evaluate_embeddings(options: EmbeddingOptions) -> Path:
+    """From the options to the result file; returns its path."""
+    return in_session(options, "task", partial(evaluate, options=options))
+
+
+def evaluate(session: Session, options: EmbeddingOptions) -> None:
+    started, accelerator = time.perf_counter(), session.accelerator
+    check_share(options.batch_size, accelerator.num_processes, 1)
+    encoder = load_encoder(options, options.pooling, options.normalize, accelerator.device)
+    length = set_length(encoder, options.max_length or options.document_tokens, options.extend_positions)
+    model = model_inside(encoder)
+    set_attention(model, options)
+    with accelerator.main_process_first():
+        source, split, data, examples = load(options, encoder, length)
+    session.open_output()
+    found: dict[str, Any] = {"attention": attention_of(model)}
+    if options.transfer_steps:
+        texts = list(data.documents.values()) if isinstance(data, Retrieval) else data[PAIR[0]][:] + data[PAIR[1]][:]
+        found["transfer"] = teach(session, encoder, texts, length)
+    if isinstance(data, Retrieval):
+        result = retrieve(session, encoder, data)
+    else:
+        result = compare_pairs(session, encoder, data)
+    if not accelerator.is_main_process:
+        return
+    session.say(
+        f"{as_text(result.metrics)}  {result.speed.texts / result.speed.seconds:.1f} texts/s  "
+        f"{result.speed.tokens / result.speed.seconds:.0f} tokens/s"
+    )
+    with whole_folder(session.output / MODEL) as folder:
+        encoder.save_pretrained(str(folder), create_model_card=False)
+    task = "stsb" if options.task == "stsb" else f"{source.name} retrieval"
+    found |= {
+        "task": f"made-up {task}" if source.is_sample else task,
+        "task_type": "sentence-similarity" if options.task == "stsb" else "text-retrieval",
+        "dataset": source.document(split, fingerprint(examples)),
+        "metrics": as_document(result.metrics),
+        "main_metric": "spearmanr" if options.task == "stsb" else f"ndcg_at_{CUT}",
+        "budget": {"max_length": length, **{name: len(part) for name, part in examples.items()}},
+        **result.speed.document(),
+        "wall_time_seconds": round(time.perf_counter() - started, 3),
+        "tokens_per_text": round(result.speed.tokens / result.speed.texts, 1),
+        "options": dataclasses.asdict(options),
+    }
+    session.finish(found, options.task)
+
+
+def load(
+    options: EmbeddingOptions, encoder: Any, length: int
+) -> tuple[Source, str, Retrieval | Dataset, Mapping[str, Dataset]]:
+    """Where the data is, its split, the data, and the same as tables for its fingerprint."""
+    if options.task == "stsb":
+        source = find_source(options.data, "nyu-mll/glue", "stsb", "stsb", options.data_name)
+        split = options.split or "validation"
+        where = f"{source.name}, split {split!r}"
+        pairs = take(load_split(source, split, [*PAIR, "label"]), options.max_samples)
+        check_texts(pairs, PAIR, where)
+        check_scores(pairs, *SCORES, where)
+        return source, split, pairs, {"pairs": pairs}
+    source = find_source(options.data, "rajpurkar/squad", None, "squad", options.data_name)
+    if source.folder is not None and is_beir(source.folder):
+        if options.document_tokens:
+            raise ValueError("--document-tokens joins paragraphs of SQuAD; a folder in BEIR layout has documents.")
+        split = options.split or "test"
+        data = read_beir(source.folder, split)
+    else:
+        split, columns = options.split or "validation", ["title", "context", "question", "id"]
+        rows = load_split(source, split, columns)
+        check_texts(rows, columns, f"{source.name}, split {split!r}")
+        data = from_squad(rows, encoder.tokenizer, options.document_tokens or length)
+    data = data.subset(options.max_documents, options.max_queries)
+    return source, split, data, data.as_datasets()
+
+
+def teach(session: Session, encoder: Any, texts: Sequence[str], length: int) -> dict[str, Any]:
+    """Attention transfer on the texts; errors are measured on the first of them."""
+    options, tokenizer = session.options, with_padding(encoder.tokenizer)
+    encoded = tokenizer(list(texts), truncation=True, max_length=length)
+    rows = Dataset.from_dict({name: encoded[name] for name in MODEL_INPUTS if name in encoded})
+    collate = collator(tokenizer)
+    order = TrainingOrder(len(rows), options.batch_size, options.seed)
+    done = transfer(
+        model_inside(encoder),
+        Inputs(rows, collate, order, session.accelerator),
+        {"learning_rate": options.transfer_learning_rate},
+        steps=options.transfer_steps,
+        measure=collate([rows[i] for i in range(min(options.batch_size, len(rows)))]),
+        checkpoint=session.output / TRANSFER if options.save_every else None,
+        save_every=options.save_every or options.transfer_steps,
+    )
+    session.say(str(done))
+    return {**transfer_document(done, options.batch_size), "max_length": length}
+
+
+def retrieve(session: Session, encoder: Any, data: Retrieval) -> Evaluation:
+    """Rank all documents for each query."""
+    options, prompts = session.options, encoder.prompts
+    prefixes = [
+        prompts.get(name) or None if given is None else given
+        for name, given in (("query", options.query_prefix), ("document", options.document_prefix))
+    ]
+    run = partial(embed, encoder, accelerator=session.accelerator, batch_size=options.eval_batch_size)
+    documents, speed = run(list(data.documents.values()), prefix=prefixes[1])
+    queries, _ = run(list(data.queries.values()), prefix=prefixes[0])
+    names, best = list(data.documents), min(CUT, len(data.documents))
+    order = [
+        row
+        for some in queries.split(QUERIES_AT_ONCE)
+        for row in encoder.similarity(some, documents).topk(best, dim=1).indices.tolist()
+    ]
+    rankings = {query: [names[i] for i in row] for query, row in zip(data.queries, order, strict=True)}
+    metrics = ranking_metrics(rankings, data.relevant)
+    return Evaluation({name: Metric(value, len(rankings), 1) for name, value in metrics.items()}, speed)
+
+
+def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> Evaluation:
+    """Correlate cosines with the scores that people gave."""
+    texts = [*pairs[PAIR[0]][:], *pairs[PAIR[1]][:]]
+    embeddings, speed = embed(encoder, texts, session.accelerator, batch_size=session.options.eval_batch_size)
+    cosines = F.cosine_similarity(*embeddings.chunk(2))
+    values = glue("stsb", cosines.numpy(), torch.tensor(pairs["label"][:]).numpy())
+    return Evaluation({name: Metric(value, len(pairs), 1, chance=0.0) for name, value in values.items()}, speed)
+
+
+if __name__ == "__main__":
+    with errors_as_messages():
+        parsed = parse_options(EmbeddingOptions, description=__doc__)
+    evaluate_embeddings(parsed)

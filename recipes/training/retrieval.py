@@ -1,0 +1,152 @@
+"""Retrieval: documents, queries and which belong together, and how well a ranking puts them first."""
+
+import csv
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from .data import SUBSET_SEED
+
+CUT = 10  # places of a ranking that count
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Texts by id. `relevant`: of each query, the documents that answer it with their gains, all above 0."""
+
+    documents: Mapping[str, str]
+    queries: Mapping[str, str]
+    relevant: Mapping[str, Mapping[str, float]]
+
+    def subset(self, documents: int | None, queries: int | None) -> "Retrieval":
+        """At most so many documents, and at most so many of the queries that are about them; the same every time."""
+        kept = _some(list(self.documents), documents)
+        inside = set(kept)
+        relevant = {
+            query: {document: gain for document, gain in gains.items() if document in inside}
+            for query, gains in self.relevant.items()
+        }
+        asked = _some([query for query in self.queries if relevant.get(query)], queries)
+        if not asked:
+            raise ValueError(f"No query is about one of these {len(kept)} documents; allow more with --max-documents.")
+        return Retrieval(
+            {name: self.documents[name] for name in kept},
+            {name: self.queries[name] for name in asked},
+            {name: relevant[name] for name in asked},
+        )
+
+    def as_datasets(self) -> dict[str, Dataset]:
+        """For the fingerprint."""
+        pairs = [(query, name, gain) for query, gains in self.relevant.items() for name, gain in gains.items()]
+        return {
+            "documents": Dataset.from_dict({"id": list(self.documents), "text": list(self.documents.values())}),
+            "queries": Dataset.from_dict({"id": list(self.queries), "text": list(self.queries.values())}),
+            "relevant": Dataset.from_list([{"query": q, "document": d, "gain": float(g)} for q, d, g in pairs]),
+        }
+
+
+def _some(names: list[str], most: int | None) -> list[str]:
+    """At most so many, drawn once and for all, in their old order."""
+    if most is None or most >= len(names):
+        return names
+    chosen = set(random.Random(SUBSET_SEED).sample(range(len(names)), most))
+    return [name for i, name in enumerate(names) if i in chosen]
+
+
+def is_beir(folder: Path) -> bool:
+    return (folder / "corpus.jsonl").is_file()
+
+
+def read_beir(folder: Path, split: str) -> Retrieval:
+    """corpus.jsonl (_id, text, title), queries.jsonl (_id, text) and qrels/SPLIT.tsv (query, document, gain)."""
+    judged = folder / "qrels" / f"{split}.tsv"
+    if not judged.is_file():
+        there = ", ".join(sorted(path.name for path in folder.glob("qrels/*.tsv"))) or "none"
+        raise ValueError(f"{folder} has no qrels/{split}.tsv; it has {there}. Choose one with --split.")
+    documents = {
+        row["_id"]: f"{row.get('title') or ''} {row['text']}".strip() for row in _rows(folder / "corpus.jsonl")
+    }
+    queries = {row["_id"]: row["text"] for row in _rows(folder / "queries.jsonl")}
+    relevant: dict[str, dict[str, float]] = {}
+    with judged.open(encoding="utf-8", newline="") as stream:
+        for number, row in enumerate(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
+            try:
+                query, document, gain = row[0], row[1], float(row[2])
+            except (ValueError, IndexError):
+                if number == 1:  # names of columns
+                    continue
+                raise ValueError(f"{judged}, line {number}: not a query, a document and a number.") from None
+            if query not in queries or document not in documents:
+                raise ValueError(f"{judged}, line {number}: {query!r} or {document!r} is neither query nor document.")
+            if gain > 0:
+                relevant.setdefault(query, {})[document] = gain
+    return Retrieval(documents, queries, relevant)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; BEIR layout has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            rows.append({**row, "_id": str(row["_id"]), "text": str(row["text"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a JSON object with '_id' and 'text'.") from error
+    return rows
+
+
+def from_squad(rows: Dataset, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Retrieval:
+    """Documents of at most `tokens` tokens, consecutive paragraphs of one article, and the questions about them.
+
+    A paragraph that is longer is a document by itself.
+    """
+    room = tokens - tokenizer.num_special_tokens_to_add()
+    documents: dict[str, str] = {}
+    place: dict[tuple[str, str], str] = {}  # the document of each paragraph
+    free, article = 0, None
+    paragraphs = list(dict.fromkeys(zip(rows["title"][:], rows["context"][:], strict=True)))
+    lengths = [len(ids) for ids in tokenizer([text for _, text in paragraphs], add_special_tokens=False)["input_ids"]]
+    for (title, text), length in zip(paragraphs, lengths, strict=True):
+        if title != article or length > free:
+            name, free, article = str(len(documents)), room, title
+            documents[name] = text
+        else:
+            documents[name] += f"\n{text}"
+        free -= length
+        place[title, text] = name
+    relevant = {
+        query: {place[title, context]: 1.0}
+        for query, title, context in zip(rows["id"][:], rows["title"][:], rows["context"][:], strict=True)
+    }
+    return Retrieval(documents, dict(zip(rows["id"][:], rows["question"][:], strict=True)), relevant)
+
+
+def ranking_metrics(
+    rankings: Mapping[str, Sequence[str]], relevant: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Means over queries, as trec_eval defines them, of rankings that begin with the best document.
+
+    >>> ranking_metrics({"q": ["b", "a"]}, {"q": {"a": 1.0}})
+    {'ndcg_at_10': 0.6309297535714575, 'mrr_at_10': 0.5, 'recall_at_1': 0.0, 'recall_at_10': 1.0}
+    """
+    sums = dict.fromkeys((f"ndcg_at_{CUT}", f"mrr_at_{CUT}", "recall_at_1", f"recall_at_{CUT}"), 0.0)
+    for query, gains in relevant.items():
+        found = [gains.get(document, 0.0) for document in rankings[query][:CUT]]
+        places = [place for place, gain in enumerate(found, start=1) if gain > 0]
+        sums[f"ndcg_at_{CUT}"] += _discounted(found) / _discounted(sorted(gains.values(), reverse=True)[:CUT])
+        sums[f"mrr_at_{CUT}"] += 1 / places[0] if places else 0.0
+        sums["recall_at_1"] += (1 in places) / len(gains)
+        sums[f"recall_at_{CUT}"] += len(places) / len(gains)
+    return {name: total / len(relevant) for name, total in sums.items()}
+
+
+def _discounted(gains: Sequence[float]) -> float:
+    return sum(gain / math.log2(place + 1) for place, gain in enumerate(gains, start=1))
