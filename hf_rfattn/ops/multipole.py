@@ -48,9 +48,9 @@ def multipole_attention(
     x_seen, y_seen = _seen(x, x_seen, x_order, sizes.tile), _seen(y, y_seen, y_order, sizes.block)
     tiles = _tiles(x, sizes.tile, heads)
     counted = None if x_seen is None else _tiles(x_seen.expand(*x.shape[:3], 1), sizes.tile, heads)
-    blocks, values = (into_tiles(z, sizes.block).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
+    blocks, values = (_cut(z, sizes.block).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
     if y_seen is not None:
-        y_seen = into_tiles(y_seen.expand(*y.shape[:3], 1), sizes.block).flatten(0, 1)[..., 0]  # [N, B, c]
+        y_seen = _cut(y_seen.expand(*y.shape[:3], 1), sizes.block).flatten(0, 1)[..., 0]  # [N, B, c]
     out = _attention(tiles, counted, blocks, values, y_seen, sizes, scale)
     out = out.unflatten(0, (-1, heads)).unflatten(2, (q.shape[1] // heads, -1)).flatten(1, 2)
     out = from_tiles(out, q.shape[2])
@@ -60,7 +60,7 @@ def multipole_attention(
 def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Tensor | None:
     """`[B, H or 1, L, 1]`: which tokens exist, in their new order; None if all do and tiles need no filling."""
     if seen is None:
-        if x.shape[2] % size == 0 and not traced():
+        if not traced() and x.shape[2] % size == 0:
             return None
         return torch.ones_like(x[:1, :1, :, :1], dtype=torch.bool)
     seen = seen.expand(*x.shape[:3])
@@ -69,7 +69,13 @@ def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Te
 
 def _tiles(x: Tensor, size: int, heads: int) -> Tensor:
     """`[B, H, L, E]` → `[N = B · Hkv, T, C, E]`: query heads that share keys are more tiles over the same keys."""
-    return into_tiles(x, size).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
+    return _cut(x, size).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """`into_tiles`, in a layout of its own for compilers: whether views can be joined would depend on the length."""
+    tiles = into_tiles(x, size)
+    return tiles.clone(memory_format=torch.contiguous_format) if traced() else tiles
 
 
 class _Blocks(NamedTuple):
