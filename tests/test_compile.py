@@ -21,6 +21,7 @@ compiled_variants = over(
         ("rff", {}),
         ("band", {"bandwidth": 3, "global_tokens": 2}),
         ("fmm", {"bandwidth": 5, "normalizer": "joint", "global_tokens": 1}),
+        ("multipole", {"exact_keys": 32, "block": 8, "tile": 16}),
     ]
 )
 

@@ -9,7 +9,7 @@ from support.variants import every_mechanism, every_variant, over
 from torch import nn
 
 from hf_rfattn import build_mechanism, redraw
-from hf_rfattn.ops import attend, banded, linear, merge, softmax_attention
+from hf_rfattn.ops import attend, banded, merge, softmax_attention, tiles
 from hf_rfattn.ops import causal as causal_ops
 from hf_rfattn.ops.autograd import recompute
 from hf_rfattn.ops.naive import allowed_pairs, repeat_heads
@@ -27,7 +27,7 @@ positive_variants = over(
 
 def cut(monkeypatch, block, tile):
     """Blocks of at most so many numbers, tiles of so many positions."""
-    monkeypatch.setitem(linear.BLOCK, "cpu", block)
+    monkeypatch.setitem(tiles.BLOCK, "cpu", block)
     monkeypatch.setattr(causal_ops, "TILE", tile)
     monkeypatch.setattr(banded, "TILES", (tile,))
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support.models import tiny_bert, tiny_llama
 
 import hf_rfattn
 
@@ -135,3 +137,25 @@ def test_no_test_imports_another():
             assert module != "conftest" and not module.startswith("test_"), (
                 f"{path.name}:{line} imports {imported}; put what both need into tests/support."
             )
+
+
+@pytest.mark.parametrize(
+    ("make", "attention", "files", "functions"), [(tiny_bert, "favor+", 7, 25), (tiny_llama, "fmm", 10, 45)]
+)
+def test_the_way_of_q_k_and_v_is_short(make, attention, files, functions):
+    model = hf_rfattn.patch_model(make(num_hidden_layers=1), attention).eval()
+    called = set()
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            called.add((code.co_filename, getattr(code, "co_qualname", code.co_name)))
+
+    with torch.no_grad():
+        model(torch.arange(1, 41)[None])  # so that what happens once has happened
+        sys.setprofile(note)
+        try:
+            model(torch.arange(1, 41)[None])
+        finally:
+            sys.setprofile(None)
+    assert 0 < len({name for name, _ in called}) <= files and len(called) <= functions, sorted(called)

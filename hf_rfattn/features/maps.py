@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import FeatureFunction, Features
-from ..ops.linear import group
 from .kernels import KERNELS
 from .projections import Projection, draw_projection, seeded_generator
 
@@ -26,12 +25,8 @@ SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordabl
 def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """scale · Wx: `[B, H, L, D]`, `[heads, M, D]` → `[B, H, L, M]`; query heads may share the weight of a key head."""
     weight = scale * weight.to(x.dtype).mT
-    return (group(x, len(weight)) @ weight).reshape(*x.shape[:3], weight.shape[-1])
-
-
-def squared_norm(x: Tensor) -> Tensor:
-    """|x|², `[B, H, L, 1]`."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+    B, H, L, D = x.shape
+    return (x.reshape(B, len(weight), H // len(weight) * L, D) @ weight).reshape(B, H, L, weight.shape[-1])
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
@@ -49,6 +44,7 @@ class FeatureMap(nn.Module):
 
     num_features: int
     positive: bool = True
+    knows_gradient: bool = False  # of tokens, by `pull`
     log_features: bool = True  # whether `features` gives a logarithm for each feature, or one a token and a factor
 
     def forward(self, role: Role, scale: float = 1.0) -> FeatureFunction:
@@ -59,7 +55,9 @@ class FeatureMap(nn.Module):
                 f"{type(self).__name__} has parameters, but its `tensors(role)` returns none. `features` must get "
                 "them as arguments; read from the module, they would not be trained."
             )
-        return FeatureFunction(self, role, scale, tensors, self.floor())
+        floor = None if self.log_features else self.floor()
+        size = self.num_features + (floor is not None)
+        return FeatureFunction(self, role, scale, tensors, floor, self.log_features, size)
 
     def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
         """All parameters and buffers that φ reads, or what is made of them."""
@@ -74,6 +72,12 @@ class FeatureMap(nn.Module):
     def query_offset(self, x: Tensor, scale: float, *tensors: Any) -> Tensor | float:
         """The logarithm of what `features` leaves out of queries, `[B, H, L, 1]`."""
         return 0.0
+
+    def pull(self, x: Tensor, role: str, scale: float, gradient: Tensor, *tensors: Any) -> Tensor:
+        """The gradient of tokens, from that of their log-features: where `knows_gradient`, in fewer passes than
+        autograd takes.
+        """
+        raise NotImplementedError
 
     def floor(self) -> Tensor | None:
         """For signed maps, the least magnitude of the denominator a visible key of weight one, `[Hkv or 1, 1, 1]`."""
@@ -128,6 +132,8 @@ class LogLinearFeatures(FeatureMap):
     the last two None for 0 and 1.
     """
 
+    knows_gradient = True
+
     def features(
         self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
     ) -> Features:
@@ -140,10 +146,21 @@ class LogLinearFeatures(FeatureMap):
         self, x: Tensor, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
     ) -> Tensor:
         """-τ|x|²/2 - log M / 2; keys have it too."""
-        norms = squared_norm(x) * (-(scale**2) / 2)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * (-(scale**2) / 2)
         if temperature is not None:
             norms = norms * per_query_head(temperature.to(x.dtype), x.shape[1])
         return norms - math.log(weight.shape[1]) / 2
+
+    def pull(self, x, role, scale, gradient, weight, bias, temperature):
+        (B, H, L, D), heads = x.shape, len(weight)
+        product = gradient.reshape(B, heads, H // heads * L, -1) @ (scale * weight.to(x.dtype))
+        product = product.reshape(B, H, L, D)
+        if role == "query":
+            return product
+        total = gradient.sum(-1, keepdim=True)
+        if temperature is not None:
+            total = total * per_query_head(temperature.to(x.dtype), H)
+        return product.addcmul_(x, total, value=-(scale**2))
 
 
 class RandomFeatures(FeatureMap):
@@ -372,7 +389,7 @@ class FourierFeatures(RandomFeatures):
             factor = torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
         factor = factor * (2 / self.num_features) ** 0.5
         if self.kernel == "gaussian" and not self.normalize_qk:
-            return Features(squared_norm(x) * (scale**2 / 2), factor)
+            return Features(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * (scale**2 / 2), factor)
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor:

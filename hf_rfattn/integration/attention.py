@@ -1,18 +1,30 @@
-"""The attention function registered with transformers: q, k, v in, the layer's mechanism (or softmax) applied, output
-out.
+"""The two functions registered with transformers: q, k, v in, the layer's mechanism (or softmax) applied, output out;
+and the mask that it gets.
+
+Padding, packing and causality travel from the model to the attention function in one small tensor. transformers builds
+its masks once a forward pass and hands the result to every layer. The mask function here never builds an L × L matrix:
+- bidirectional: an ordinary boolean mask with one row for all queries, `[B or 1, 1, 1, Lk]`, True where a key exists;
+- causal: a compact mask `[B or 1, 1, 2, Lk]`, recognised by its two rows and its integer type: int8 for padding
+  (1 = the key exists) or int32 for packing (the number of the key's sequence). transformers' exporters join the masks
+  of several steps row by row; the last one tells of all their keys;
+- nothing hidden: the same with a last dimension of 1;
+- anything else (windows, overlays): an ordinary mask of pairs, for layers that stay softmax; patched ones refuse it.
+Models only hand the mask on or cut its last dimension.
 """
 
-from typing import Any
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, masking_utils
 from transformers.cache_utils import StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..ops.naive import allowed_pairs
 from .cache import RecurrentLayer
-from .masks import Pattern, dense_mask, hides_nothing, is_compact, read_pattern, rf_mask
 from .names import CACHE, NAME
+from .positions import LIMIT, table_length
 
 # Arguments by which some models change their scores in ways φ(x)ᵀφ(y) cannot express.
 _INEXPRESSIBLE = {
@@ -30,6 +42,151 @@ _BIAS = (
     "hide keys but cannot add a bias to their scores: pass a boolean or 2D attention_mask, or leave these layers "
     "softmax with patch_model(model, ..., layers=...)."
 )
+
+
+class CallCheck:
+    """Forward pre-hook of a patched model: what cannot be given is refused, not silently left out, and inputs longer
+    than the table of positions get a sentence instead of an index error.
+    """
+
+    def __init__(self, positions: bool):
+        """`positions`: whether this model has patched layers of its own, and not only inside another model."""
+        self.positions = positions
+        self.known: tuple[int, int | None] | None = None  # limit of the config, and tokens that the tables allow
+
+    def __call__(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+        if module.config._attn_implementation == NAME:
+            if kwargs.get("output_attentions"):
+                raise ValueError(
+                    "output_attentions=True: linear attention has no L × L matrix of weights to return. Use "
+                    "model.set_attn_implementation('eager') for softmax weights, or mechanism.attention_weights(q, k) "
+                    "on one layer."
+                )
+            if kwargs.get("head_mask") is not None:
+                raise ValueError("head_mask is not supported by patched models (transformers 5 itself ignores it).")
+        limit = getattr(module.config, LIMIT, None)
+        if not self.positions or type(limit) is not int or torch.compiler.is_compiling():
+            return
+        if args:
+            kwargs = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
+        tokens = kwargs.get("input_ids")
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+            return
+        cache = kwargs.get("past_key_values")
+        past = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        length = tokens.shape[1] + (past if isinstance(past, int) else 0)  # as far as known without waiting for a GPU
+        if length >= limit - (getattr(module.config, "pad_token_id", None) or 0):  # some tables begin after that row
+            self._check_length(module, length, limit, kwargs)
+
+    def _check_length(self, module: PreTrainedModel, length: int, limit: int, inputs: dict[str, Any]) -> None:
+        if self.known is None or self.known[0] != limit:
+            self.known = limit, table_length(module, limit)
+        allowed = self.known[1]
+        if allowed is None or length <= allowed:
+            return
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if positions is not None:
+            length, allowed = int(positions.max()) + 1, limit
+        elif mask is not None and mask.ndim == 2:
+            length = int(mask.sum(-1).max())  # some models give no positions to padding
+        if length > allowed:
+            raise ValueError(
+                f"The input has {length} tokens, but {type(module).__name__} has positions for {allowed}. Truncate it: "
+                f"tokenizer(..., truncation=True, max_length={allowed}). Or extend the table and train the model: "
+                f"hf_rfattn.extend_positions(model, {length})."
+            )
+
+
+def rf_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """The mask function registered under "hf_rfattn"."""
+    custom = kwargs.get("use_vmap") or kwargs.get("local_size") is not None
+    bidirectional = mask_function is masking_utils.bidirectional_mask_function
+    if not custom and (bidirectional or mask_function is masking_utils.causal_mask_function):
+        if attention_mask is None:
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.int8, device=device)
+        else:
+            padding: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            mask = padding[:, None, None, kv_offset : kv_offset + kv_length].to(torch.int8)
+        return mask.to(torch.bool) if bidirectional else mask.expand(-1, -1, 2, -1)
+    if not custom and attention_mask is None and mask_function.__name__ == "and_mask":
+        return _segments(mask_function, batch_size, kv_length, device).expand(-1, -1, 2, -1)
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return masking_utils.sdpa_mask(  # type: ignore[return-value]  # not None, with both skips off
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
+    )
+
+
+def _segments(mask_function: Any, batch_size: int, kv_length: int, device: torch.device | str) -> Tensor:
+    """Numbers of packed sequences, found by asking whether each position may see the one before it.
+
+    Without an overlay (`use_vmap`) or a window (`local_size`), transformers joins two masks by "and" only for packed
+    rows: causality and equality of sequence. Asking, unlike looking into the closure, also works while torch.compile
+    traces.
+    """
+    batch = torch.arange(batch_size, device=device)[:, None]
+    position = torch.arange(kv_length, device=device)[None, :]
+    together = mask_function(batch, torch.zeros_like(batch), position, (position - 1).clamp(min=0))
+    return (~together).to(torch.int32).cumsum(1, dtype=torch.int32)[:, None, None, :]
+
+
+class Pattern(NamedTuple):
+    """Which keys a query may see."""
+
+    key_mask: Tensor | None  # [B, Lk] bool
+    segments: Tensor | None  # [B, Lk]
+    causal: bool
+
+
+def read_mask(mask: Tensor, batch: int, k_length: Any) -> Pattern | None:
+    """What a mask with one row for all queries says of some keys; None for a mask of pairs."""
+    causal = (mask.dtype == torch.int8 and mask.shape[2] >= 2) or (mask.dtype == torch.int32 and mask.shape[2] == 2)
+    if not causal and mask.shape[1:3] != (1, 1):
+        return None
+    if mask.shape[3] == 1 and k_length > 1 and mask.dtype in (torch.int8, torch.bool):
+        return Pattern(None, None, causal)  # nothing is hidden, whatever the length
+    row = mask[:, 0, -1].expand(batch, -1)
+    if mask.dtype == torch.int32:
+        return Pattern(None, row, causal)
+    return Pattern(_visible(row) if mask.dtype.is_floating_point else row != 0, None, causal)
+
+
+def _visible(bias: Tensor) -> Tensor:
+    """Which keys a floating mask leaves visible. It is added to scores: 0 for keys that exist, and far below any score
+    for others (layoutlm and markuplm make theirs themselves).
+    """
+    visible = bias == 0
+    expressible = (visible | (bias <= _HIDDEN)).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(expressible, _BIAS)
+    elif not expressible:
+        raise NotImplementedError(_BIAS)
+    return visible
+
+
+def dense_mask(
+    pattern: Pattern, q_length: int, k_length: int, device: torch.device, start: int | Tensor | None = None
+) -> Tensor | None:
+    """The same causal pattern as a boolean mask for sdpa; None where `is_causal` alone says it.
+
+    `start`: position of the first query, by default such that the last one stands at the last key.
+    """
+    if start is not None:  # a static cache, with room behind its last key
+        seen = torch.arange(k_length, device=device) <= start + torch.arange(q_length, device=device)[:, None]
+        return seen[None, None] if pattern.key_mask is None else seen & pattern.key_mask[:, None, None, :]
+    if pattern.key_mask is None and pattern.segments is None and q_length == k_length:
+        return None
+    return allowed_pairs(q_length, k_length, pattern.key_mask, True, pattern.segments, device=device)
 
 
 def rf_attention_forward(
@@ -58,79 +215,47 @@ def rf_attention_forward(
                 f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot "
                 "express. Leave this layer out: patch_model(model, ..., layers=...)."
             )
-    if isinstance(cache_layer, RecurrentLayer):
-        past_mask = _past_mask(module, key, attention_mask, cache_layer)
-        out = cache_layer.attend(mechanism, query, key, value, past_mask, scaling)
+    recurrent, length = isinstance(cache_layer, RecurrentLayer), key.shape[2]
+    if recurrent:  # the mask is that of all tokens so far
+        length = cache_layer.seen + length if cache_layer.static_length is None else cache_layer.static_length
+    if attention_mask is None:  # the same rule as transformers' sdpa function
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        pattern: Pattern | None = Pattern(None, None, bool(causal) and query.shape[2] > 1)
     else:
-        pattern = _pattern(module, query, key, attention_mask, kwargs)
-        out = mechanism(
-            query,
-            key,
-            value,
-            key_mask=pattern.key_mask,
-            causal=pattern.causal,
-            segments=pattern.segments,
-            scale=scaling,
-        )
+        pattern = read_mask(attention_mask, key.shape[0], length) if attention_mask.ndim == 4 else None
+    if pattern is None or (recurrent and attention_mask is not None and attention_mask.dtype != torch.int8):
+        _refuse_mask(module, attention_mask, recurrent)
+    key_mask, segments, causal = pattern  # type: ignore[misc]
+    if recurrent:
+        out = cache_layer.attend(mechanism, query, key, value, key_mask, scaling)
+    else:
+        key_mask = None if key_mask is None else key_mask[:, :length]
+        segments = None if segments is None else segments[:, :length]
+        out = mechanism(query, key, value, key_mask=key_mask, causal=causal, segments=segments, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _pattern(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Pattern:
-    batch, _, k_length, _ = key.shape
-    if is_compact(mask):
-        return read_pattern(mask, batch, k_length)  # type: ignore[arg-type]
-    if mask is None:  # the same rule as transformers' sdpa function
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return Pattern(None, None, bool(causal) and query.shape[2] > 1)
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1:
-        raise NotImplementedError(
-            f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}. Linear "
-            "attention can hide keys (a 2D padding mask), keep causality and keep packed sequences apart (position_ids "
-            "that restart), but cannot express an arbitrary mask of pairs. Pass a 2D attention_mask, or leave this "
-            "layer softmax: patch_model(model, ..., layers=...)."
-        )
-    if hides_nothing(mask, k_length):
-        return Pattern(None, None, False)
-    row = mask[:, 0, 0, :k_length].expand(batch, -1)
-    return Pattern(_visible(row) if mask.dtype.is_floating_point else row, None, False)
-
-
-def _visible(bias: Tensor) -> Tensor:
-    """Which keys a floating mask leaves visible. It is added to scores: 0 for keys that exist, and far below any score
-    for others (layoutlm and markuplm make theirs themselves).
-    """
-    visible = bias == 0
-    expressible = (visible | (bias <= _HIDDEN)).all()
-    if torch.compiler.is_compiling():
-        torch._assert_async(expressible, _BIAS)
-    elif not expressible:
-        raise NotImplementedError(_BIAS)
-    return visible
-
-
-def _past_mask(module: nn.Module, key: Tensor, mask: Tensor | None, layer: RecurrentLayer) -> Tensor | None:
-    """The padding of all tokens so far, in generation, as it came: only that of the new ones will be looked at."""
-    if mask is None:
-        return None
-    if not is_compact(mask) or mask.dtype != torch.int8:
-        raise NotImplementedError(
-            f"{type(module).__name__} generates with a {mask.dtype} mask of shape {tuple(mask.shape)}; "
-            "a recurrent state needs a 2D attention_mask."
-        )
-    length = layer.seen + key.shape[2] if layer.static_length is None else layer.static_length
-    return None if hides_nothing(mask, length) else mask[:, 0, -1].expand(key.shape[0], -1)  # type: ignore[arg-type]
+def _refuse_mask(module: nn.Module, mask: Any, recurrent: bool) -> None:
+    what = f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}."
+    if recurrent:
+        raise NotImplementedError(f"{what} In generation, a recurrent state needs a 2D attention_mask.")
+    raise NotImplementedError(
+        f"{what} Linear attention can hide keys (a 2D padding mask), keep causality and keep packed sequences apart "
+        "(position_ids that restart), but cannot express an arbitrary mask of pairs. Pass a 2D attention_mask, or "
+        "leave this layer softmax: patch_model(model, ..., layers=...)."
+    )
 
 
 def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:
-    if is_compact(mask):
-        pattern = read_pattern(mask, query.shape[0], key.shape[2])
+    pattern = None if mask is None or mask.dtype.is_floating_point else read_mask(mask, query.shape[0], key.shape[2])
+    if pattern is not None and pattern.causal:
         start = None  # position of the first query, where it is not the end of the keys that tells
         if isinstance(cache_layer, StaticLayer):
             start = cache_layer.get_seq_length() - query.shape[2]
         mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device, start)
         kwargs = {**kwargs, "is_causal": True}
-    elif mask is not None and hides_nothing(mask, key.shape[2]):
+    elif pattern is not None and pattern.key_mask is None:
         mask, kwargs = None, {**kwargs, "is_causal": False}
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 

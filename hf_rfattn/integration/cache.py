@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
+from ..features.maps import RandomFeatures
 from ..mechanisms import Mechanism
-from ..mechanisms.base import random_maps
 from ..ops import State
 from .names import CACHE, NAME
 
@@ -29,11 +29,27 @@ class RecurrentLayer(CacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, static_length: int | None = None):
-        """`static_length`: of the static layer it stands for; the count of tokens is then a tensor, as torch.compile
-        wants it.
+    def __init__(self, layer: Any):
+        """In place of an empty layer. Of a static one it takes the length; the count of tokens is then a tensor, as
+        torch.compile wants it.
         """
+        if type(layer) not in (DynamicLayer, StaticLayer):
+            raise NotImplementedError(
+                f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the "
+                "default cache (cache_implementation=None or 'static')."
+            )
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel():
+            raise ValueError(
+                "This cache is a copy of the keys and values of another one, as Whisper's generate returns it, but a "
+                "patched layer keeps no keys and values: what it had seen is lost. Start again without past_key_values."
+            )
+        if int(layer.get_seq_length()) > 0:
+            raise ValueError(
+                "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state "
+                "cannot be made from it. Start again without past_key_values."
+            )
         super().__init__()
+        static_length = layer.max_cache_len if isinstance(layer, StaticLayer) else None
         self.static_length = static_length
         self.is_compileable = static_length is not None
         with torch.inference_mode(False):
@@ -56,33 +72,32 @@ class RecurrentLayer(CacheLayerMixin):
         if self.count is not None:
             self.count.fill_(tokens)
         elif self.keys is not None:
-            self.keys = self.values = self.keys.new_empty(self.batch_size, 0, tokens, 0)
+            self.keys = self.values = self.keys.new_empty(self.keys.shape[0], 0, tokens, 0)
 
     @property
     def batch_size(self) -> int:
         return 0 if self.keys is None else self.keys.shape[0]
 
-    def announce(self, mechanism: Any) -> None:
-        """Say which mechanism is about to update the layer: a state made by another one means nothing to it."""
-        versions = [feature_map.version for feature_map in random_maps(mechanism)]
-        if not self.is_initialized or self.patch_number is None:
-            self.patch_number = mechanism.patch_number
-        if self.versions is None:
-            self.versions = versions
-        if self.patch_number != mechanism.patch_number or self.versions != versions:
-            raise ValueError(
-                "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
-                "redrawn or calibrated after the cache was filled. Start again without past_key_values."
-            )
-        self.announced = True
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.device = key_states.device
+        """transformers asks for it; a state is made when the first tokens reach their mechanism."""
+
+    def _start(self, mechanism: Mechanism, k: Tensor, v: Tensor) -> None:
+        """Make an empty state, for the batch of the first tokens."""
+        self.device = k.device
         # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
-        self.keys = self.values = key_states.new_empty(key_states.shape[0], 0, 0, 0)
-        if self.count is not None:
-            with torch.inference_mode(False):
+        self.keys = self.values = k.new_empty(k.shape[0], 0, 0, 0)
+        shape, dtype = (k.shape[0], v.shape[-1]), torch.promote_types(v.dtype, torch.float32)
+        with torch.inference_mode(False):
+            if self.count is not None:
                 self.count = self.count.to(self.device)
+            if mechanism.holds_all_keys:  # in the model's precision, like softmax; a static cache has room for all
+                self.state = mechanism.new_state(*shape, v.dtype, v.device, self.static_length or 0)  # type: ignore[call-arg]
+            else:
+                self.state = mechanism.new_state(*shape, dtype, v.device)
+        self.is_initialized = True
+        if self.is_compileable and not torch.compiler.is_compiling():
+            for tensor in (*self.state.tensors(), self.count):
+                torch._dynamo.mark_static_address(tensor)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
@@ -98,8 +113,6 @@ class RecurrentLayer(CacheLayerMixin):
                 "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
                 "cache. Pass use_cache=False."
             )
-        if not self.is_initialized and self.state is None:
-            self.lazy_initialization(key_states, value_states)
         self.waiting = True
         return key_states, value_states
 
@@ -114,19 +127,14 @@ class RecurrentLayer(CacheLayerMixin):
             )
         self.waiting = False
         length = k.shape[2]
-        if k.shape[0] != self.batch_size:
+        if self.state is None:
+            self._start(mechanism, k, v)
+        if k.shape[0] != self.keys.shape[0]:  # type: ignore[union-attr]
             raise ValueError(
                 f"This cache holds {self.batch_size} sequences, but the input has {k.shape[0]}. Give each batch a "
                 "cache of its own, or first select or repeat the rows of this one: cache.batch_select_indices(rows), "
                 "cache.batch_repeat_interleave(n)."
             )
-        if self.state is None:
-            with torch.inference_mode(False):
-                self.state = _empty_state(mechanism, k.shape[0], v, self.static_length)
-            self.is_initialized = True
-            if self.is_compileable and not torch.compiler.is_compiling():
-                for tensor in (*self.state.tensors(), self.count):
-                    torch._dynamo.mark_static_address(tensor)
         if key_mask is not None:
             key_mask = key_mask.index_select(1, self.seen + torch.arange(length, device=k.device))
         self.seen = self.seen + length
@@ -203,12 +211,6 @@ class RecurrentLayer(CacheLayerMixin):
         raise NotImplementedError(_ROLLBACK)
 
 
-def _empty_state(mechanism: Mechanism, batch: int, v: Tensor, length: int | None) -> State:
-    if mechanism.holds_all_keys:  # in the model's precision, like softmax; a static cache has room for all of them
-        return mechanism.new_state(batch, v.shape[-1], v.dtype, v.device, length or 0)  # type: ignore[call-arg]
-    return mechanism.new_state(batch, v.shape[-1], torch.promote_types(v.dtype, torch.float32), v.device)
-
-
 _ROLLBACK = (
     "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
     "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
@@ -229,7 +231,9 @@ class Stateful:
 
 def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of each self-attention module of a patched model."""
-    cache = next((x for x in (*kwargs.values(), *args) if isinstance(x, Cache)), None)
+    cache: Any = None
+    for value in (*args, *kwargs.values()):
+        cache = value if isinstance(value, Cache) else cache
     layer_idx = getattr(module, "layer_idx", None)
     if cache is None or layer_idx is None or module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         return None
@@ -243,26 +247,21 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
             return None  # models that cache by default while training: nothing will be read from it
         if isinstance(layer, DynamicLayer) and hasattr(layer, "update_recurrent_state"):
             return None  # a layer that is state space and attention at once keeps its keys, all of which are then read
-        layer = cache.layers[layer_idx] = _recurrent_in_place_of(layer)
-    if getattr(module, "rf", None) is not None:
-        layer.announce(module.rf)
+        layer = cache.layers[layer_idx] = RecurrentLayer(layer)
+    mechanism: Any = getattr(module, "rf", None)
+    if mechanism is not None:  # a state made by another one means nothing to it
+        versions = []
+        for part in mechanism.modules():
+            if isinstance(part, RandomFeatures):
+                versions.append(part.version)
+        if not layer.is_initialized or layer.patch_number is None:
+            layer.patch_number = mechanism.patch_number
+        if layer.versions is None:
+            layer.versions = versions
+        if layer.patch_number != mechanism.patch_number or layer.versions != versions:
+            raise ValueError(
+                "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
+                "redrawn or calibrated after the cache was filled. Start again without past_key_values."
+            )
+        layer.announced = True
     return args, {**kwargs, CACHE: layer}
-
-
-def _recurrent_in_place_of(layer: Any) -> RecurrentLayer:
-    if type(layer) not in (DynamicLayer, StaticLayer):
-        raise NotImplementedError(
-            f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the default "
-            "cache (cache_implementation=None or 'static')."
-        )
-    if isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel():
-        raise ValueError(
-            "This cache is a copy of the keys and values of another one, as Whisper's generate returns it, but a "
-            "patched layer keeps no keys and values: what it had seen is lost. Start again without past_key_values."
-        )
-    if int(layer.get_seq_length()) > 0:
-        raise ValueError(
-            "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state "
-            "cannot be made from it. Start again without past_key_values."
-        )
-    return RecurrentLayer(static_length=layer.max_cache_len if isinstance(layer, StaticLayer) else None)

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
 from ..mechanisms.base import random_maps
 from ..mechanisms.registry import mechanism_class
+from .attention import CallCheck
 from .cache import Stateful, hand_on_cache
 from .configs import own_configs
 from .discovery import AttentionSite, find_attention, uses_interface
 from .names import NAME, SPEC
-from .positions import PositionLimit
 from .redraw import RedrawSchedule
 from .spec import PatchSpec, format_layers, parse_layers
 
@@ -85,11 +85,11 @@ def apply_patch(
             if not site.cross:
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
     for owner in _owners(model, patched):
-        owner.register_forward_pre_hook(refuse_attention_outputs, with_kwargs=True)
+        check = CallCheck(positions=any(site.owner is owner for site in patched))
+        owner.register_forward_pre_hook(check, with_kwargs=True)
         if owner.can_generate() and not owner._is_stateful:
             owner._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
     for owner in {id(site.owner): site.owner for site in patched}.values():
-        owner.register_forward_pre_hook(PositionLimit(), with_kwargs=True)
         if any(m.redraw_interval is not None for m in random_maps(owner)):
             owner.register_forward_pre_hook(RedrawSchedule())
     if record:
@@ -123,7 +123,7 @@ def _remove_mechanisms(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             vars(module).pop("_is_stateful", None)
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in (refuse_attention_outputs, hand_on_cache) or isinstance(hook, RedrawSchedule | PositionLimit):
+            if hook is hand_on_cache or isinstance(hook, RedrawSchedule | CallCheck):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -141,20 +141,6 @@ def _forget(model: nn.Module) -> None:
 
 def _all_configs(model: nn.Module) -> list[Any]:
     return [module.config for module in model.modules() if hasattr(module, "config")]
-
-
-def refuse_attention_outputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a patched model: what cannot be given is refused, not silently left out."""
-    if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
-        return
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True: linear attention has no L × L matrix of weights to return. Use "
-            "model.set_attn_implementation('eager') for "
-            "softmax weights, or mechanism.attention_weights(q, k) on one layer."
-        )
-    if kwargs.get("head_mask") is not None:
-        raise ValueError("head_mask is not supported by patched models (transformers 5 itself ignores it).")
 
 
 def _check_ready(sites: list[AttentionSite]) -> None:

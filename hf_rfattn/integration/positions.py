@@ -6,14 +6,13 @@ buffers what they would hold had they been made longer, and anything else that h
 """
 
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .discovery import transformers_models
 from .inputs import Data, as_batches, texts_in
@@ -91,50 +90,7 @@ def learned_positions(model: nn.Module) -> int | None:
     return min((growth.length for growth in _find_growths(model) if growth.tables), default=None)
 
 
-class PositionLimit:
-    """Forward pre-hook of a patched model: says what to do with inputs that are longer than its table of positions."""
-
-    def __init__(self) -> None:
-        self.known: tuple[int, int | None] | None = None  # limit of the config, and tokens that the tables allow
-
-    def __call__(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-        limit = getattr(module.config, LIMIT, None)
-        if type(limit) is not int or torch.compiler.is_compiling():
-            return
-        names = inspect.signature(module.forward).parameters if args else ()
-        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
-        length = _input_length(inputs)
-        if length < limit - (getattr(module.config, "pad_token_id", None) or 0):  # some tables begin after that row
-            return
-        if self.known is None or self.known[0] != limit:
-            self.known = limit, _table_length(module, limit)
-        allowed = self.known[1]
-        if allowed is None or length <= allowed:
-            return
-        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-        if positions is not None:
-            length, allowed = int(positions.max()) + 1, limit
-        elif mask is not None and mask.ndim == 2:
-            length = int(mask.sum(-1).max())  # some models give no positions to padding
-        if length > allowed:
-            raise ValueError(
-                f"The input has {length} tokens, but {type(module).__name__} has positions for {allowed}. Truncate it: "
-                f"tokenizer(..., truncation=True, max_length={allowed}). Or extend the table and train the model: "
-                f"hf_rfattn.extend_positions(model, {length})."
-            )
-
-
-def _input_length(inputs: Mapping[str, Any]) -> int:
-    """Tokens of the input and of the past, as far as they are known without waiting for a GPU."""
-    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
-    if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-        return 0
-    cache = inputs.get("past_key_values")
-    past = cache.get_seq_length() if isinstance(cache, Cache) else 0
-    return tokens.shape[1] + (past if isinstance(past, int) else 0)
-
-
-def _table_length(model: PreTrainedModel, limit: int) -> int | None:
+def table_length(model: PreTrainedModel, limit: int) -> int | None:
     """Tokens that the tables of positions allow, learned or not; None if there are none."""
     try:
         growths = _find_growths(model)

@@ -7,12 +7,13 @@ sliding-window attention.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ..ops import with_global_rows
-from ..ops.naive import masked_softmax, repeat_heads
+from ..ops import banded_attention, global_attention, global_keys, merge, with_global_rows
+from ..ops.banded import Window
+from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least, option
-from .near_field import Window, near_attention, near_multiply_adds, near_pairs
 from .registry import register_mechanism
 
 
@@ -28,6 +29,32 @@ class BandConfig(MechanismConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 0, "bandwidth", "global_tokens")
+
+
+def near_attention(q, k, v, bandwidth: int, global_tokens: int, **masks) -> tuple[Tensor, Tensor]:
+    """Attention over the band and the global keys, and its lse."""
+    near = banded_attention(q, k, v, bandwidth, **masks)
+    if not global_tokens:
+        return near
+    return merge(near, global_attention(q, k, v, global_tokens, bandwidth, **masks))
+
+
+def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, segments, device) -> Tensor:
+    """The same keys as a dense mask: which pairs are scored exactly."""
+    near = allowed_pairs(q_length, k_length, key_mask, causal, segments, bandwidth, device)
+    if global_tokens:
+        chosen = global_keys(k_length, global_tokens, key_mask, causal, segments, device)[:, None]
+        keys, queries = chosen[:, :, None], chosen[..., None] & (not causal)
+        near = near | ((keys | queries) & allowed_pairs(q_length, k_length, key_mask, causal, segments, None, device))
+    return near
+
+
+def near_multiply_adds(length: int, head_dim: int, bandwidth: int, global_tokens: int, causal: bool) -> int:
+    """Multiply-adds of a near field for one query head."""
+    sides = 1 if causal else 2
+    keys = min(length, sides * bandwidth + 1) + sides * global_tokens  # of each query
+    rows = 0 if causal else min(length, sides * global_tokens)  # that see all keys
+    return 2 * length * (keys + rows) * head_dim
 
 
 class BandAttention(Mechanism):

@@ -106,8 +106,8 @@ class Mechanism(nn.Module):
         >>> torch.allclose(torch.cat(steps, dim=2), mechanism(q, k, v, causal=True), atol=1e-5)
         True
         """
-        _check_inputs(self, q, k, v, key_mask, causal or state is not None, segments)
-        scale = _checked_scale(q, scale)
+        _check_inputs(self, q, k, v, key_mask, causal or state is not None, scale, segments)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         key_mask = None if key_mask is None else key_mask.to(torch.bool)
         if q.numel() == 0 or k.numel() == 0:  # no sequences, or no tokens
             return (0 * q[..., :1]).expand(-1, -1, -1, v.shape[3])
@@ -149,22 +149,17 @@ class Mechanism(nn.Module):
         segments: Tensor | None = None,
     ) -> Tensor:
         """The same attention as a dense matrix `[B, H, Lq, Lk]`, quadratic: to look at, to test against."""
-        _check_inputs(self, q, k, k, key_mask, causal, segments)
-        root = math.sqrt(_checked_scale(q, scale))
+        _check_inputs(self, q, k, k, key_mask, causal, scale, segments)
+        root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
         x, y = (z.to(torch.promote_types(z.dtype, torch.float32)) * root for z in (q, k))
         key_mask = None if key_mask is None else key_mask.to(torch.bool)
         with torch.autocast(q.device.type, enabled=False):
             return self.dense_weights(x, y, key_mask, causal, segments).to(q.dtype)
 
 
-def _checked_scale(q: Tensor, scale: float | None) -> float:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not scale > 0:
+def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, scale, segments) -> None:
+    if scale is not None and not scale > 0:
         raise ValueError(f"scale must be positive, not {scale!r}: features are of sqrt(scale) q and sqrt(scale) k.")
-    return scale
-
-
-def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, segments) -> None:
     expected = (mechanism.num_heads, mechanism.num_kv_heads, mechanism.num_kv_heads)
     for name, x, heads in zip("qkv", (q, k, v), expected, strict=True):
         if x.ndim != 4 or x.shape[1] != heads or (name != "v" and x.shape[3] != mechanism.head_dim):
@@ -199,14 +194,16 @@ class LinearMechanism(Mechanism):
         self.feature_map = feature_map
 
     def attend(self, q, k, v, *, scale, key_mask, causal, segments):
-        phi_q, phi_k = (self.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+        root = math.sqrt(scale)
+        phi_q, phi_k = self.feature_map("query", root), self.feature_map("key", root)
         if not causal:
             return linear_attention(q, k, v, phi_q, phi_k, key_mask)
         both = None if segments is None else (segments, segments)
         return causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, both)[0]
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
-        phi_q, phi_k = (self.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+        root = math.sqrt(scale)
+        phi_q, phi_k = self.feature_map("query", root), self.feature_map("key", root)
         out, _, state = causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, sums=state)
         return out, state
 

@@ -10,17 +10,18 @@ NeurIPS 2021.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import State, Sums, causal_linear_attention, global_keys, merge, with_global_rows
+from ..ops.banded import Window
 from ..ops.naive import allowed_pairs, masked_softmax, normalised_weights, repeat_heads
+from .band import near_attention, near_multiply_adds, near_pairs
 from .base import LinearMechanism, Mechanism
 from .config import MechanismConfig, check_at_least, option
-from .near_field import Window, near_attention, near_multiply_adds, near_pairs
 from .registry import mechanism_class, register_mechanism, resolve_config
 
 
@@ -67,13 +68,14 @@ class FmmState(State):
 class FmmAttention(Mechanism):
     handles_cross_attention = False
     config: FmmConfig
+    far: Any  # nn.ModuleList of LinearMechanism
 
     def __init__(self, config: FmmConfig, *, seed: tuple[int, ...], **shape: Any):
         super().__init__(config, seed=seed, **shape)
         far = [resolve_config(f) for f in config.far]
         self.far = nn.ModuleList(mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
         if config.normalizer == "joint":
-            for m in self._far():
+            for m in self.far:
                 if not m.feature_map.positive:
                     raise ValueError(
                         f"normalizer='joint' needs positive feature maps; {m.config.name!r} is signed here."
@@ -81,20 +83,14 @@ class FmmAttention(Mechanism):
         self.log_weights = nn.Parameter(torch.empty(self.num_heads, 1 + len(far)))  # near and each far
         self.reset_parameters()
 
-    def _far(self) -> list[LinearMechanism]:
-        return [cast(LinearMechanism, m) for m in self.far]
-
-    def _log_weight(self, term: int, like: Tensor) -> Tensor:
-        return self.log_weights[:, term, None, None].to(like)  # [H, 1, 1]
-
     def attend(self, q, k, v, *, scale, key_mask, causal, segments):
         config = self.config
         masks = {"scale": scale, "key_mask": key_mask, "causal": causal, "segments": segments}
         near = near_attention(q, k, v, config.bandwidth, config.global_tokens, **masks)
         if config.normalizer == "separate":
-            out = self._sum(near[0], [far.attend(q, k, v, **masks) for far in self._far()], q.dtype)
+            out = self._sum(near[0], [far.attend(q, k, v, **masks) for far in self.far], q.dtype)
         else:
-            fars = [self._far_attention(far, q, k, v, **masks) for far in self._far()]
+            fars = [self._far_attention(far, q, k, v, **masks) for far in self.far]
             out = self._merge(near, fars, q.dtype)
         if config.global_tokens and not causal:
             out = with_global_rows(out, q, k, v, config.global_tokens, scale=scale, key_mask=key_mask)
@@ -103,15 +99,16 @@ class FmmAttention(Mechanism):
     def _sum(self, near: Tensor, fars: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Separate terms, each with a denominator of its own."""
         exact = torch.promote_types(dtype, torch.float32)
-        total = near.to(exact) * self._log_weight(0, near.to(exact)).exp()
+        weights = self.log_weights.to(exact).exp()[:, :, None, None]  # [H, terms, 1, 1]
+        total = near.to(exact) * weights[:, 0]
         for number, term in enumerate(fars, start=1):
-            total = torch.addcmul(total, self._log_weight(number, total).exp(), term.to(exact))
+            total = torch.addcmul(total, weights[:, number], term.to(exact))
         return total.to(dtype)
 
     def _merge(self, near: tuple[Tensor, Tensor], fars: list[list[tuple[Tensor, Tensor]]], dtype) -> Tensor:
         """One denominator for all."""
         weighted = [
-            (out.to(lse.dtype), lse + self._log_weight(number, lse))
+            (out.to(lse.dtype), lse + self.log_weights[:, number, None, None].to(lse))
             for number, parts in enumerate([[near], *fars])
             for out, lse in parts
         ]
@@ -146,22 +143,29 @@ class FmmAttention(Mechanism):
         config, like = self.config, torch.empty((), dtype=dtype, device=device)
         sizes = batch, self.num_kv_heads, self.head_dim, value_dim
         window = Window.new(*sizes, config.bandwidth, config.global_tokens, like)
-        return FmmState(window, [far.new_state(batch, value_dim, dtype, device) for far in self._far()])
+        state = FmmState(window, [])
+        for far in self.far:
+            shape = batch, self.num_kv_heads, value_dim
+            state.far.append(Sums.of_none(far.feature_map("key"), shape, dtype, device))
+        return state
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         near, (keys, values, taken), window = state.window.attend(q, k, v, scale, key_mask)
-        pairs = list(zip(self._far(), state.far, strict=True))
+        pairs = list(zip(self.far, state.far, strict=True))
         if self.config.normalizer == "separate":
-            found = [far.attend_after(q, k, v, sums, scale=scale, key_mask=key_mask) for far, sums in pairs]
-            out = self._sum(near[0], [term for term, _ in found], q.dtype)
-            return out, FmmState(window, [sums for _, sums in found])
-        fars, sums = [], []
+            terms, after = [], []
+            for far, past in pairs:
+                term, sums = far.attend_after(q, k, v, past, scale=scale, key_mask=key_mask)
+                terms.append(term)
+                after.append(sums)
+            return self._sum(near[0], terms, q.dtype), FmmState(window, after)
+        fars, left = [], []
         for far, past in pairs:
             phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
-            out, lse, after = causal_linear_attention(q.to(keys.dtype), keys, values, phi_q, phi_k, taken, sums=past)
+            out, lse, sums = causal_linear_attention(q.to(keys.dtype), keys, values, phi_q, phi_k, taken, sums=past)
             fars.append([(out, lse + phi_q.offset(q.to(lse.dtype)))])
-            sums.append(after)
-        return self._merge(near, fars, q.dtype), FmmState(window, sums)
+            left.append(sums)
+        return self._merge(near, fars, q.dtype), FmmState(window, left)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
@@ -172,14 +176,14 @@ class FmmAttention(Mechanism):
         allowed = allowed_pairs(*lengths, key_mask, causal, segments, device=x.device)
         if config.normalizer == "separate":
             out = weight[:, 0] * masked_softmax(scores, near)
-            for term, far in enumerate(self._far(), start=1):
+            for term, far in enumerate(self.far, start=1):
                 out = out + weight[:, term] * far.dense_weights(x, y, key_mask, causal, segments)
             if not config.global_tokens or causal:
                 return out
             chosen = global_keys(lengths[1], config.global_tokens, key_mask, causal, segments, x.device)
             return torch.where(chosen[:, None, :, None], masked_softmax(scores, allowed), out)
         joint = weight[:, 0] * scores.exp().masked_fill(~near, 0)
-        for term, far in enumerate(self._far(), start=1):
+        for term, far in enumerate(self.far, start=1):
             q, k = far.feature_map("query").exactly(x), far.feature_map("key").exactly(y)
             products = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
             joint = joint + weight[:, term] * products.masked_fill(near, 0)
@@ -188,8 +192,8 @@ class FmmAttention(Mechanism):
     def multiply_adds(self, length, causal):
         near = near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
         if self.config.normalizer == "separate":
-            return near + sum(far.multiply_adds(length, causal) for far in self._far())
-        return near + sum((1 if causal else 2) * far.multiply_adds(length, True) for far in self._far())
+            return near + sum(far.multiply_adds(length, causal) for far in self.far)
+        return near + sum((1 if causal else 2) * far.multiply_adds(length, True) for far in self.far)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..ops import softmax_attention, with_global_rows
-from ..ops.autograd import traced
 from ..ops.multipole import multipole_attention
 from ..ops.multipole_causal import Context, causal_multipole_attention
 from ..ops.multipole_choice import SUBTILES, CausalSizes, Sizes
 from ..ops.naive import causal_multipole_weights, multipole_weights
+from ..ops.tiles import traced
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least, option
 from .registry import register_mechanism

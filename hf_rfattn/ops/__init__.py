@@ -3,10 +3,9 @@
 from .banded import banded_attention, global_attention, with_global_rows
 from .causal import TILE, causal_linear_attention, linear_multiply_adds
 from .hadamard import hadamard_matrix, walsh_hadamard_transform
-from .linear import FeatureFunction, Features, Sums, linear_attention
+from .linear import FeatureFunction, Features, State, Sums, linear_attention
 from .masks import global_keys
 from .softmax import attend, merge, softmax_attention
-from .state import State
 
 __all__ = [
     "TILE",

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-
-def traced() -> bool:
-    """Whether a compiler or a transform of `torch.func` looks on: they need plain operations, not our backward."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+from .tiles import traced
 
 
 def differentiate(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -21,19 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from .autograd import differentiate, gradients_of, keep, kept, recompute, traced
-from .linear import (
-    FeatureFunction,
-    FeatureGradients,
-    Features,
-    Sums,
-    blocks,
-    compute_dtype,
-    floored,
-    split,
-)
+from .autograd import differentiate, gradients_of, keep, kept, recompute
+from .linear import FeatureFunction, FeatureGradients, Features, Sums, compute_dtype, floored
 from .softmax import exp_of_difference
-from .tiles import from_tiles, into_tiles
+from .tiles import block_size, from_tiles, into_tiles, traced
 
 TILE = 64  # positions whose pairs are computed one by one
 TRACED_TILE = 128  # the same for compilers, which cannot loop over tiles: their sums meet each other in pairs
@@ -56,38 +47,24 @@ def causal_linear_attention(
     keys, each contiguous; a query sees keys of its own number alone, and `sums` belong to the first. O(L · (TILE
     · (M + D) + M · D)) time, O(L · D) memory.
     """
-    sums = Sums.before(phi_k, v) if sums is None else sums
-    arguments = q, k, v, phi_q, phi_k, key_mask, segments, tuple(sums.tensors())
+    if sums is None:
+        sums = Sums.of_none(
+            phi_k, (v.shape[0], v.shape[1], v.shape[3]), torch.promote_types(v.dtype, torch.float32), v.device
+        )
+    masks = key_mask, segments
+    arguments = q, k, v, phi_q, phi_k, masks, (sums.log_scale, sums.outer, sums.total)
     if q.shape[2] == 1:  # a step of generation
-        x, y, u = (z.to(compute_dtype(q)) for z in (q, k, v))
-        context = Context.of(slice(0, 1), key_mask, segments)
-        out, log_d, *after = _attend_by_steps(phi_q(x), phi_k(y), u, context, sums, phi_q.floor)
-        return out.to(q.dtype), log_d, Sums(*after)
-    if not phi_q.positive or traced():
+        x, y, u = q.to(sums.outer.dtype), k.to(sums.outer.dtype), v.to(sums.outer.dtype)
+        block = _Block.of(slice(0, 1), phi_q(x), phi_k(y), u, *masks)
+        out, log_d, *after = _attend_by_steps(block, sums, phi_q.floor)
+        out = out.to(q.dtype)
+    elif not phi_q.positive or traced():
         out, log_d, *after = _attention(*arguments)
-    elif (found := differentiate(_CausalAttention, *arguments)) is not None:
+    elif torch.is_grad_enabled() and (found := differentiate(_CausalAttention, *arguments)) is not None:
         out, log_d, *after = found
     else:
-        out, log_d, *after = _forward(*arguments)[0]
+        (out, log_d, *after), _ = _forward(*arguments)
     return out, log_d, Sums(*after)
-
-
-def _attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[Tensor, ...]:
-    """By autograd, block by block; for compilers in one block."""
-    rows = _blocks(q, phi_k)
-    outs, logs = [], []
-    for r, x, y, u in zip(rows, *(split(z, rows) for z in (q, k, v)), strict=True):
-        out, log_d, *sums = recompute(_map_and_attend, x, y, u, phi_q, phi_k, Context.of(r, key_mask, segments), *sums)
-        outs.append(out)
-        logs.append(log_d)
-    return torch.cat(outs, 2), torch.cat(logs, 2), *sums
-
-
-def _map_and_attend(x, y, u, phi_q, phi_k, context, *sums) -> tuple[Tensor, ...]:
-    dtype = compute_dtype(x)
-    q, k = phi_q(x.to(dtype)), phi_k(y.to(dtype))
-    _, out, *others = _attend_block(q, k, u.to(dtype), context, Sums(*sums), phi_q.floor)
-    return out.to(x.dtype), *others
 
 
 def linear_multiply_adds(length: int, features: int, value_dim: int, causal: bool) -> int:
@@ -96,27 +73,44 @@ def linear_multiply_adds(length: int, features: int, value_dim: int, causal: boo
     return sums + length * min(length, TILE) * (features + value_dim) if causal else sums
 
 
-class Context(NamedTuple):
-    """What some rows see: their part of the masks."""
+class _Block(NamedTuple):
+    """Some rows: features of their queries and keys, values, and their part of the masks."""
 
-    visible: Tensor | None = None  # [B, 1, L, 1]
-    segments: tuple[Tensor, Tensor, Tensor] | None = None  # of queries and keys [B, L], and of the key before [B, 1]
+    q: Features
+    k: Features  # zero for keys that do not exist
+    v: Tensor
+    segments: tuple[Tensor, Tensor, Tensor] | None  # of queries and keys [B, L], and of the key before [B, 1]
 
     @staticmethod
-    def of(rows: slice, key_mask: Tensor | None, segments: tuple[Tensor, Tensor] | None) -> "Context":
-        visible = None if key_mask is None else key_mask[:, None, rows, None]
-        if segments is None:
-            return Context(visible)
-        start = max(rows.start - 1, 0)
-        queries, keys = segments
-        return Context(visible, (queries[:, rows], keys[:, rows], keys[:, start : start + 1]))
+    def of(rows: slice, q: Features, k: Features, v: Tensor, key_mask, segments) -> "_Block":
+        """From features and values of the rows, and masks of the whole sequence."""
+        if key_mask is not None:
+            k = k._replace(log=k.log.masked_fill(~key_mask[:, None, rows, None], -torch.inf))
+        if segments is not None:
+            before = slice(max(rows.start - 1, 0), max(rows.start, 1))
+            segments = segments[0][:, rows], segments[1][:, rows], segments[1][:, before]
+        return _Block(q, k, v, segments)
 
 
-def _blocks(q: Tensor, phi: FeatureFunction) -> list[slice]:
-    """Sums, one a block, are no larger than the values."""
-    B, H, L, D = q.shape
-    width = max(D, phi.size)
-    return blocks(L, B * H * max(width, TILE), width, q.device, TILE)
+def _attention(q, k, v, phi_q, phi_k, masks, sums) -> tuple[Tensor, ...]:
+    """By autograd, block by block; for compilers in one block."""
+    size, start = block_size(q, 2 * max(q.shape[3], phi_k.size), phi_k.size, TILE), 0
+    outs, logs = [], []
+    parts = zip(*(z.split(size, dim=2) for z in (q, k, v)), strict=True) if size < q.shape[2] else [(q, k, v)]
+    for x, y, u in parts:
+        rows = slice(start, start + x.shape[2])
+        out, log_d, *sums = recompute(_map_and_attend, rows, x, y, u, phi_q, phi_k, masks, *sums)
+        outs.append(out)
+        logs.append(log_d)
+        start = rows.stop
+    return torch.cat(outs, 2), torch.cat(logs, 2), *sums
+
+
+def _map_and_attend(rows, x, y, u, phi_q, phi_k, masks, *sums) -> tuple[Tensor, ...]:
+    dtype = compute_dtype(x)
+    block = _Block.of(rows, phi_q(x.to(dtype)), phi_k(y.to(dtype)), u.to(dtype), *masks)
+    _, out, *others = _attend_block(block, Sums(*sums), phi_q.floor)
+    return out.to(x.dtype), *others
 
 
 class _Tiles(NamedTuple):
@@ -125,77 +119,61 @@ class _Tiles(NamedTuple):
     q: Features  # [B, Hkv, T, G·C, M]
     k: Features  # [B, Hkv, T, C, M], zero where there is no key
     v: Tensor  # [B, Hkv, T, C, Dv]
-    allowed: Tensor  # pairs, [B or 1, 1, T or 1, C, C]
+    pairs: Tensor  # [B or 1, 1, T or 1, G·C, C], 0 for pairs that count, -inf for others
     entering: Features  # k, without those that no later tile may see
     ended: Tensor | None  # [B, 1, T, 1, 1], True for tiles that no key before them goes on beyond
     mine: Tensor | None  # [B, 1, T, G·C, 1], queries that may read the sums before their tile
 
     @staticmethod
-    def of(q: Features, k: Features, v: Tensor, context: Context) -> "_Tiles":
-        """From rows `[B, H, L, …]`, filled up to whole tiles."""
-        length, groups = k.log.shape[2], q.log.shape[1] // k.log.shape[1]
+    def of(block: _Block) -> "_Tiles":
+        (heads, length), kv_heads = block.q.log.shape[1:3], block.v.shape[1]
         size = TRACED_TILE if traced() else min(TILE, length)
-        k = k.only(context.visible)
-        k = Features(into_tiles(k.log, size, -torch.inf), None if k.factor is None else into_tiles(k.factor, size))
-        q, v = q.map(lambda z: _grouped_tiles(z, size, v.shape[1])), into_tiles(v, size)
-        pair = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()[None, None, None]
-        if context.segments is None:
-            return _Tiles(q, k, v, pair, k, None, None)
-        *both, before = context.segments
+        q = Features(into_tiles(block.q.log, size, kv_heads))
+        k, v = Features(into_tiles(block.k.log, size, kv_heads, -torch.inf)), into_tiles(block.v, size, kv_heads)
+        if block.q.factor is not None and block.k.factor is not None:
+            q = q._replace(factor=into_tiles(block.q.factor, size, kv_heads))
+            k = k._replace(factor=into_tiles(block.k.factor, size, kv_heads))
+        pair = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(heads // kv_heads, 1)
+        if block.segments is None:
+            return _Tiles(q, k, v, torch.where(pair, 0.0, -torch.inf)[None, None, None], k, None, None)
+        *both, before = block.segments
         # [B, T, C]; behind the end there is neither a query nor a key
-        own, theirs = (into_tiles(s[:, None, :, None], size)[:, 0, ..., 0] for s in both)
+        own, theirs = (into_tiles(s[:, None, :, None], size, 1)[:, 0, ..., 0] for s in both)
         last = torch.cat([before.unsqueeze(2), theirs[:, :, -1:]], dim=1)  # of the keys before each tile
-        entering = k.only((theirs == last[:, 1:])[:, None, :, :, None])
+        enters = (theirs == last[:, 1:])[:, None, :, :, None]
         ended = (last[:, 1:] != last[:, :-1])[:, None, :, :, None]
-        mine = (own == last[:, :-1]).repeat(1, 1, groups)[:, None, :, :, None]
+        own = own.repeat(1, 1, heads // kv_heads)
+        mine = (own == last[:, :-1])[:, None, :, :, None]
         pair = pair & (own.unsqueeze(-1) == theirs.unsqueeze(-2))[:, None]
-        return _Tiles(q, k, v, pair, entering, ended, mine)
+        entering = k._replace(log=k.log.masked_fill(~enters, -torch.inf))
+        return _Tiles(q, k, v, torch.where(pair, 0.0, -torch.inf), entering, ended, mine)
 
-    def queries(self, x: Tensor, value: float) -> Tensor:
-        """What queries have, `[B, H, L, …]`, in tiles that are filled up with a value."""
-        return _grouped_tiles(x, self.v.shape[3], self.v.shape[1], value)
-
-    def rows(self, x: Tensor, heads: int, length: int) -> Tensor:
-        """From tiles of queries (or of keys, for key heads) back to `[B, H, L, …]`."""
-        if heads != x.shape[1]:
-            x = x.unflatten(3, (heads // x.shape[1], -1)).transpose(2, 3).flatten(1, 2)
-        return from_tiles(x, length)
-
-    def repeated(self, x: Tensor) -> Tensor:
-        """What belongs to pairs or rows of a tile, once for each of the query heads of a group."""
-        groups = self.q.log.shape[3] // self.k.log.shape[3]
-        return x if groups == 1 else x.repeat(1, 1, 1, groups, 1)
-
-    def scales(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-        """The scale of the sums before each tile, of those after it, `[B, Hkv, T, 1, M]`, and by how much the first
-        shrink to become part of the second, `[B, Hkv, T, M, 1]`.
+    def running_sums(self, sums: Sums) -> tuple[Sums, Sums, Tensor, Tensor]:
+        """The sums before each tile, `[B, Hkv, T, …]`, and those after all; φ of keys on the scale of the sums after
+        their tile, and by how much the sums before it shrink to become part of those, `[B, Hkv, T, M, 1]`.
         """
         new = self.entering.log.detach().amax(-2, keepdim=True)
-        first = sums.log_scale.detach().unsqueeze(2)
+        scales = [sums.log_scale.detach().unsqueeze(2)]
         if self.ended is None:
-            all_ = torch.cat([first, new], dim=2).cummax(2).values
-            before, after = all_[:, :, :-1], all_[:, :, 1:]
-            return before, after, exp_of_difference(before, after).mT
-        befores, afters = [], []
-        for t in range(new.shape[2]):
-            befores.append(first)
-            first = torch.maximum(first.masked_fill(self.ended[:, :, t : t + 1], -torch.inf), new[:, :, t : t + 1])
-            afters.append(first)
-        before, after = torch.cat(befores, 2), torch.cat(afters, 2)
-        return before, after, exp_of_difference(before, after).masked_fill(self.ended, 0).mT
-
-    def running_sums(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor, Sums]:
-        """The sums before each tile, as scale `[B, Hkv, T, 1, M]`, outer and total; and those after all."""
-        if traced():
-            return self._running_sums_by_pairs(sums)
-        before, after, decay = self.scales(sums)
+            scale = torch.cat([*scales, new], dim=2).cummax(2).values
+        else:
+            for t in range(new.shape[2]):
+                past = scales[-1].masked_fill(self.ended[:, :, t : t + 1], -torch.inf)
+                scales.append(torch.maximum(past, new[:, :, t : t + 1]))
+            scale = torch.cat(scales, dim=2)
+        before, after = scale[:, :, :-1], scale[:, :, 1:]
+        decay = exp_of_difference(before, after).mT
+        if self.ended is not None:
+            decay = decay.masked_fill(self.ended, 0)
         phi = self.entering.divided(after)
         outers, outer = decayed_sums(phi.mT @ self.v, decay, sums.outer)
         totals, total = decayed_sums(phi.sum(-2).unsqueeze(-1), decay, sums.total)
-        return before, outers, totals, Sums(after[:, :, -1].clone(), outer, total)
+        return Sums(before, outers, totals), Sums(after[:, :, -1].clone(), outer, total), phi, decay
 
-    def _running_sums_by_pairs(self, sums: Sums) -> tuple[Tensor, Tensor, Tensor, Sums]:
-        """The same without a loop: the sums of each tile by itself, weighted for each of those after it."""
+    def running_sums_by_pairs(self, sums: Sums) -> tuple[Sums, Sums]:
+        """The sums before each tile and after all, without a loop: those of each tile by itself, weighted for each of
+        those after it.
+        """
         own = Sums.of(self.entering, self.v)
         scale, outer, total = (
             torch.cat([a.unsqueeze(2), b], dim=2) for a, b in zip(sums.tensors(), own.tensors(), strict=True)
@@ -210,86 +188,79 @@ class _Tiles(NamedTuple):
         weights = exp_of_difference(logs, largest).permute(0, 1, 4, 2, 3)  # [B, Hkv, M, T + 1, T + 1]
         weights = weights.expand(-1, -1, outer.shape[3], -1, -1)  # one scale may be that of all features
         outer, total = ((weights @ z.transpose(2, 3)).transpose(2, 3) for z in (outer, total))
-        last = Sums(largest[:, :, -1], outer[:, :, -1], total[:, :, -1])
-        return largest[:, :, :-1], outer[:, :, :-1], total[:, :, :-1], last
-
-
-def _grouped_tiles(x: Tensor, size: int, kv_heads: int, value: float = 0.0) -> Tensor:
-    """`[B, H, L, E]` → `[B, Hkv, T, G·C, E]`, filled up with a value."""
-    tiles = into_tiles(x, size, value)
-    return tiles if x.shape[1] == kv_heads else tiles.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3, 4)
+        before = Sums(largest[:, :, :-1], outer[:, :, :-1], total[:, :, :-1])
+        return before, Sums(largest[:, :, -1], outer[:, :, -1], total[:, :, -1])
 
 
 def decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
     """s ← terms_t + decay_t · s along dimension 2: the sum before each step, and the one after all of them."""
-    step = -1 if backward else 1
-    sums = [start]
-    for term, factor in list(zip(terms.unbind(2), decay.unbind(2), strict=True))[::step]:
-        sums.append(torch.addcmul(term, factor, sums[-1]))
-    last = sums.pop()
-    return torch.stack(sums[::step], dim=2), last
+    steps = range(terms.shape[2])
+    if torch.is_grad_enabled():
+        sums = [start]
+        for t in steps:
+            sums.append(torch.addcmul(terms[:, :, t], decay[:, :, t], sums[-1]))
+        return torch.stack(sums[:-1], dim=2), sums[-1]
+    before, shift = torch.empty_like(terms), -1 if backward else 1
+    first, *others = steps[::shift]
+    before[:, :, first] = start
+    for t in others:
+        last = t - shift
+        torch.addcmul(terms[:, :, last], decay[:, :, last], before[:, :, last], out=before[:, :, t])
+    last = steps[::shift][-1]
+    return before, torch.addcmul(terms[:, :, last], decay[:, :, last], before[:, :, last])
 
 
-def _attend_tiles(tiles: _Tiles, sums: Sums, floor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Sums]:
-    """Output and denominator of queries in tiles, the latter as (d, scale) with d · exp(scale); and the sums after."""
+def _attend_block(block: _Block, sums: Sums, floor: Tensor | None) -> tuple[Tensor, ...]:
+    """Output, log d and sums after some rows, behind the queries that see keys but whose products of features have all
+    underflowed.
+    """
+    tiles = _Tiles.of(block)
     q, k, v = tiles[:3]
-    before, outers, totals, last = tiles.running_sums(sums)
-    q_scale, k_scale = (z.log.detach().amax(-1, keepdim=True) for z in (q, k))
-    pair_scale = tiles.repeated(k_scale.mT.masked_fill(~tiles.allowed, -torch.inf))  # c_j
-    read = Features(q.log + before, q.factor).only(tiles.mine)
+    before, after = tiles.running_sums_by_pairs(sums) if traced() else tiles.running_sums(sums)[:2]
+    q_scale, k_scale = q.log.detach().amax(-1, keepdim=True), k.log.detach().amax(-1, keepdim=True)
+    pair_scale = k_scale.mT + tiles.pairs  # c_j
+    read = q._replace(log=q.log + before.log_scale)
+    if tiles.mine is not None:
+        read = read._replace(log=read.log.masked_fill(~tiles.mine, -torch.inf))
     scale = torch.maximum(pair_scale.amax(-1, keepdim=True) + q_scale, read.log.detach().amax(-1, keepdim=True))
 
     offsets = exp_of_difference(pair_scale, scale - q_scale)
     weights = (q.divided(q_scale) @ k.divided(k_scale).mT).mul_(offsets)
     phi = read.divided(scale)
-    numerator = weights @ v + phi @ outers
-    denominator = weights.sum(-1, keepdim=True) + (phi * totals.mT).sum(-1, keepdim=True)
+    numerator = (weights @ v).add_(phi @ before.outer)
+    d = weights.sum(-1, keepdim=True) + torch.linalg.vecdot(phi, before.total.mT).unsqueeze(-1)
     least = None
     if floor is not None:
-        pair_logs = tiles.repeated(k.log.mT.masked_fill(~tiles.allowed, -torch.inf)) + q.log
-        weight = exp_of_difference(pair_logs, scale).sum(-1, keepdim=True)
-        weight = weight + exp_of_difference(read.log, scale) * totals[..., -1:, :]
+        weight = exp_of_difference(k.log.mT + tiles.pairs + q.log, scale).sum(-1, keepdim=True)
+        weight = weight + exp_of_difference(read.log, scale) * before.total[..., -1:, :]
         least = floor.to(weight).unsqueeze(-1) * weight
-    return numerator / floored(denominator, least), denominator, scale, last
-
-
-def _attend_block(
-    q: Features, k: Features, v: Tensor, context: Context, sums: Sums, floor: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Output, log d and sums after some rows, behind the queries that see keys but whose products of features have all
-    underflowed.
-    """
-    heads, length = q.log.shape[1:3]
-    tiles = _Tiles.of(q, k, v, context)
-    out, d, scale, after = _attend_tiles(tiles, sums, floor)
     few = d < torch.finfo(d.dtype).tiny * 2**24  # has lost digits
     log_d = scale + d.masked_fill(few, 1.0).log().masked_fill(few, -torch.inf)
-    out, log_d = tiles.rows(out, heads, length), tiles.rows(log_d, heads, length)
-    return few & (scale > -torch.inf), out, log_d, *after.tensors()
+    heads, length = block.q.log.shape[1:3]
+    d = d.masked_fill(few, torch.inf) if q.factor is None else floored(d, least)
+    out, log_d = from_tiles(numerator / d, heads, length), from_tiles(log_d, heads, length)
+    return few & (scale > -torch.inf), out, log_d, after.log_scale, after.outer, after.total
 
 
-def _attend_by_steps(
-    q: Features, k: Features, u: Tensor, context: Context, state: Sums, floor: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def _attend_by_steps(block: _Block, state: Sums, floor: Tensor | None = None) -> tuple[Tensor, ...]:
     """The same key by key, as in generation: exact whatever the size of the features, and slow."""
-    k, before = k.only(context.visible), None
-    outs, logs = [], []
-    for t in range(u.shape[2]):
+    outs, logs, before = [], [], None
+    for t in range(block.v.shape[2]):
         now = slice(t, t + 1)
-        if context.segments is not None:
-            own, theirs, first = (s[:, :, None, None] for s in context.segments)
+        q, k = block.q.rows(now), block.k.rows(now)
+        if block.segments is not None:
+            own, theirs, first = (s[:, :, None, None] for s in block.segments)
             same = theirs[:, now] == (first if before is None else before)
             state = Sums(state.log_scale.masked_fill(~same, -torch.inf), state.outer * same, state.total * same)
             before = theirs[:, now]
-        state = state.plus(Sums.of(k.rows(now), u[:, :, now]))
-        query = q.rows(now)
-        out, log = state.read(query, floor), state.log_sum(query)
+        state = state.plus(Sums.of(k, block.v[:, :, now]))
+        out, log = state.read(q, floor), state.log_sum(q)
         if before is not None:
             mine = own[:, now] == before
             out, log = out * mine, log.masked_fill(~mine, -torch.inf)
         outs.append(out)
         logs.append(log)
-    return torch.cat(outs, 2), torch.cat(logs, 2), *state.tensors()
+    return torch.cat(outs, 2), torch.cat(logs, 2), state.log_scale, state.outer, state.total
 
 
 class _Piece(NamedTuple):
@@ -300,28 +271,38 @@ class _Piece(NamedTuple):
     sums: tuple[Tensor, ...]
 
 
-def _forward(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[tuple[Tensor, ...], list[_Piece]]:
+def _forward(q, k, v, phi_q, phi_k, masks, sums) -> tuple[tuple[Tensor, ...], list[_Piece]]:
     """Output, log d and the sums after the last key; and how it was cut.
 
-    Where products of features underflow in a block, it is cut into tiles, and such tiles into steps.
+    More tensors are in use at once than elsewhere, so blocks are half as long. Where products of features underflow, a
+    block is cut into tiles, and such tiles into steps.
     """
+    length, size = q.shape[2], block_size(q, 2 * max(q.shape[3], phi_k.size), phi_k.size, TILE)
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    log_d = q.new_empty(*q.shape[:3], 1, dtype=compute_dtype(q))
-    pieces, todo = [], _blocks(q, phi_k)[::-1]
+    log_d = sums[1].new_empty(*q.shape[:3], 1)
+    pieces: list[_Piece] = []
+    todo = [(0, length, size)]  # from, to, in pieces of
     while todo:
-        rows = todo.pop()
-        x, y, u = (z[:, :, rows].to(log_d.dtype) for z in (q, k, v))
-        context = Context.of(rows, key_mask, segments)
+        start, stop, size = todo.pop()
+        rows = slice(start, min(start + size, stop))
+        if rows.stop < stop:
+            todo.append((rows.stop, stop, size))
+        x, y, u = q[:, :, rows].to(log_d.dtype), k[:, :, rows].to(log_d.dtype), v[:, :, rows].to(log_d.dtype)
+        block = _Block.of(rows, phi_q(x), phi_k(y), u, *masks)
         found: Any
-        lost, *found = _attend_block(phi_q(x), phi_k(y), u, context, Sums(*sums), phi_q.floor)
+        lost, *found = _attend_block(block, Sums(*sums), phi_q.floor)
         by_steps = bool(lost.any())
         if by_steps and rows.stop - rows.start > TILE:
-            todo += [slice(s, min(s + TILE, rows.stop)) for s in range(rows.start, rows.stop, TILE)][::-1]
+            todo.append((rows.start, rows.stop, TILE))
             continue
         if by_steps:
-            found = _attend_by_steps(phi_q(x), phi_k(y), u, context, Sums(*sums))
+            found = _attend_by_steps(block, Sums(*sums))
         pieces.append(_Piece(rows, by_steps, sums))
-        out[:, :, rows], log_d[:, :, rows], *after = found
+        part, part_d, *after = found
+        if rows == slice(0, length):
+            out, log_d = part.to(q.dtype), part_d
+        else:
+            out[:, :, rows], log_d[:, :, rows] = part, part_d
         sums = tuple(after)
     return (out, log_d, *sums), pieces
 
@@ -343,74 +324,66 @@ class _CausalAttention(torch.autograd.Function):
         arguments, (out, log_d, *states) = kept(ctx)
         if torch.is_grad_enabled():  # for second derivatives
             return None, *gradients_of(_attention, arguments, [gradient, d_log_d, d_log_scale, d_outer, d_total])
-        q, k, v, phi_q, phi_k, key_mask, segments, _ = arguments
+        q, k, v, phi_q, phi_k, (key_mask, segments), _ = arguments
         queries, keys = FeatureGradients(phi_q), FeatureGradients(phi_k)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         log_d = log_d.masked_fill(log_d == -torch.inf, torch.inf)  # no weight
         for number, (rows, by_steps) in reversed(list(enumerate(ctx.pieces))):
             state = Sums(*states[3 * number : 3 * number + 3])
-            context = Context.of(rows, key_mask, segments)
             g, u, o, x, y, log, d_log = (z[:, :, rows] for z in (gradient, v, out, q, k, log_d, d_log_d))
-            lx, ly = queries.logs(x), keys.logs(y)
             g, u = g.to(log.dtype), u.to(log.dtype)
-            found: Any
+            block = _Block.of(rows, Features(queries.logs(x)), Features(keys.logs(y)), u, key_mask, segments)
             if by_steps:
-                found = _backward_by_steps(lx, ly, u, context, state, (g, d_log, d_outer, d_total))
+                found = _backward_by_steps(block, state, g, d_log, d_outer, d_total)
             else:
-                shift = (g * o).sum(-1, keepdim=True) - d_log
-                found = _backward_of_tiles(lx, ly, u, context, state, g, shift, log, d_outer, d_total)
+                shift = torch.linalg.vecdot(g, o.to(g.dtype)).unsqueeze(-1) - d_log
+                found = _backward_of_tiles(block, state, g, shift, log, d_outer, d_total)
             d_lx, d_ly, dv[:, :, rows], d_outer, d_total = found
             dq[:, :, rows], dk[:, :, rows] = queries.pull(d_lx), keys.pull(d_ly)
         d_tokens = dq if queries.used else None, dk if keys.used else None
-        d_segments, d_sums = None if segments is None else (None, None), (None, d_outer, d_total)
-        return None, *tree_leaves((*d_tokens, dv, queries.found(), keys.found(), None, d_segments, d_sums))
+        d_masks = None, None if segments is None else (None, None)
+        return None, *tree_leaves((*d_tokens, dv, queries.found(), keys.found(), d_masks, (None, d_outer, d_total)))
 
 
-def _backward_by_steps(lx, ly, u, context, state, gradients) -> list[Any]:
+def _backward_by_steps(block: _Block, state: Sums, g, d_log, d_outer, d_total) -> Any:
     """Gradients of log-features, values and sums before, from those of output, log d and sums after."""
-    leaves = [z.detach().requires_grad_() for z in (lx, ly, u, state.outer, state.total)]
+    leaves = [z.detach().requires_grad_() for z in (block.q.log, block.k.log, block.v, state.outer, state.total)]
 
-    def steps(lx: Tensor, ly: Tensor, u: Tensor, outer: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-        out, log_d, _, *after = _attend_by_steps(
-            Features(lx), Features(ly), u, context, Sums(state.log_scale, outer, total)
-        )
+    def steps(q: Tensor, k: Tensor, v: Tensor, outer: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        rows = _Block(Features(q), Features(k), v, block.segments)
+        out, log_d, _, *after = _attend_by_steps(rows, Sums(state.log_scale, outer, total))
         return out, log_d, *after
 
-    return [
-        torch.zeros_like(x) if d is None else d
-        for x, d in zip(leaves, gradients_of(steps, leaves, gradients), strict=True)
-    ]
+    found = gradients_of(steps, leaves, [g, d_log, d_outer, d_total])
+    return [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
 
 
-def _backward_of_tiles(lx, ly, u, context, state, g, shift, log_d, d_outer, d_total) -> tuple[Tensor, ...]:
+def _backward_of_tiles(block: _Block, state: Sums, g, shift, log_d, d_outer, d_total) -> tuple[Tensor, ...]:
     """The same for rows in tiles; `shift` is gᵀout - ∂log d, log_d is inf for rows without any weight."""
-    heads, length = lx.shape[1], lx.shape[2]
-    tiles = _Tiles.of(Features(lx), Features(ly), u, context)
+    tiles, (heads, length), kv_heads = _Tiles.of(block), block.q.log.shape[1:3], block.v.shape[1]
     q, k, v = tiles.q.log, tiles.k.log, tiles.v
-    g, shift, log_d = (tiles.queries(z, f) for z, f in ((g, 0.0), (shift, 0.0), (log_d, torch.inf)))
+    g, shift, log_d = (into_tiles(z, v.shape[3], kv_heads, f) for z, f in ((g, 0.0), (shift, 0.0), (log_d, torch.inf)))
 
     # pairs within tiles
-    q_scale, k_scale = (z.amax(-1, keepdim=True) for z in (q, k))
-    pair_scale = tiles.repeated(k_scale.mT.masked_fill(~tiles.allowed, -torch.inf))
-    offsets = exp_of_difference(pair_scale, log_d - q_scale)
+    q_scale, k_scale = q.amax(-1, keepdim=True), k.amax(-1, keepdim=True)
+    offsets = exp_of_difference(k_scale.mT + tiles.pairs, log_d - q_scale)
     phi, psi = exp_of_difference(q, q_scale), exp_of_difference(k, k_scale)
     d_v = (phi @ psi.mT).mul_(offsets).mT @ g
     pairs = (g @ v.mT).sub_(shift).mul_(offsets)  # e_ij / d_i
     d_q, d_k = (pairs @ psi).mul_(phi), (pairs.mT @ phi).mul_(psi)
 
     # queries and the sums before their tile
-    before, after, decay = tiles.scales(state)
-    psi = exp_of_difference(tiles.entering.log, after)
-    outers, _ = decayed_sums(psi.mT @ v, decay, state.outer)
-    totals, _ = decayed_sums(psi.sum(-2).unsqueeze(-1), decay, state.total)
-    phi = exp_of_difference(Features(q + before).only(tiles.mine).log, log_d)
-    d_q.addcmul_((g @ outers.mT).addcmul_(shift, totals.mT, value=-1), phi)
+    before, _, psi, decay = tiles.running_sums(state)
+    read = q + before.log_scale
+    if tiles.mine is not None:
+        read = read.masked_fill(~tiles.mine, -torch.inf)
+    phi = exp_of_difference(read, log_d)
+    d_q.addcmul_((g @ before.outer.mT).addcmul_(shift, before.total.mT, value=-1), phi)
 
     # keys and the gradient of the sums after theirs
     outers, d_outer = decayed_sums(phi.mT @ g, decay, d_outer, backward=True)
     totals, d_total = decayed_sums((phi * shift).sum(-2).neg_().unsqueeze(-1), decay, d_total, backward=True)
     d_v += psi @ outers
     d_k.addcmul_((v @ outers.mT).add_(totals.mT), psi)
-    kv_heads = u.shape[1]
-    d_q, d_k, d_v = (tiles.rows(d, h, length) for d, h in ((d_q, heads), (d_k, kv_heads), (d_v, kv_heads)))
-    return d_q, d_k, d_v, d_outer, d_total
+    d_k, d_v = (from_tiles(d, kv_heads, length) for d in (d_k, d_v))
+    return from_tiles(d_q, heads, length), d_k, d_v, d_outer, d_total

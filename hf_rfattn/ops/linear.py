@@ -9,8 +9,8 @@ so that no denominator is left and nothing can overflow. Signed features have no
 Memory is O(B·H·(L·D + M·D)): features exist for a block of positions at a time, in backward too.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,12 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from .autograd import differentiate, gradients_of, keep, kept, recompute, traced
-from .softmax import above_zero, exp_of_difference, finite, log_or_inf
-from .state import State
-
-BLOCK = {"cpu": 2**19}  # numbers in the largest tensor of a block: a few of them stay in a CPU's caches
-OTHER_BLOCK = 2**26  # elsewhere: enough work for each kernel
+from .autograd import differentiate, gradients_of, keep, kept, recompute
+from .softmax import SOME, exp_of_difference
+from .tiles import block_size
 
 
 class Features(NamedTuple):
@@ -32,13 +29,9 @@ class Features(NamedTuple):
     log: Tensor  # [B, H, L, M], or [B, H, L, 1] beside a factor
     factor: Tensor | None = None  # [B, H, L, M]
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Features":
-        """The same function of both tensors: to cut, pad or reshape positions."""
-        return Features(function(self.log), None if self.factor is None else function(self.factor))
-
     def rows(self, rows: slice) -> "Features":
         """Of some positions."""
-        return self.map(lambda x: x[:, :, rows])
+        return Features(self.log[:, :, rows], None if self.factor is None else self.factor[:, :, rows])
 
     def dense(self) -> Tensor:
         """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
@@ -48,13 +41,6 @@ class Features(NamedTuple):
         """φ / exp(offset), a new tensor."""
         scaled = exp_of_difference(self.log, offset)
         return scaled if self.factor is None else scaled * self.factor
-
-    def only(self, visible: Tensor | None) -> "Features":
-        """φ = 0 in all rows but the `visible` ones `[…, L, 1]`: these neither count nor enter an offset."""
-        if visible is None:
-            return self
-        log = self.log.masked_fill(~visible, -torch.inf)
-        return Features(log, None if self.factor is None else self.factor * visible)
 
 
 class FeatureFunction(NamedTuple):
@@ -68,7 +54,9 @@ class FeatureFunction(NamedTuple):
     role: str
     scale: float
     tensors: tuple[Tensor | None, ...]
-    floor: Tensor | None = None  # [Hkv or 1, 1, 1]
+    floor: Tensor | None  # [Hkv or 1, 1, 1]
+    positive: bool  # φ comes as logarithms
+    size: int  # length of φ in operators
 
     def __call__(self, x: Tensor) -> Features:
         """φ of tokens, for operators. Where there is a floor, one more feature sums up the weight of the keys."""
@@ -86,23 +74,76 @@ class FeatureFunction(NamedTuple):
         """The logarithm of the factor that operators leave out of φ of queries."""
         return self.map.query_offset(x, self.scale, *self.tensors)
 
-    @property
-    def positive(self) -> bool:
-        """Whether φ comes as logarithms."""
-        return self.map.log_features
 
-    @property
-    def size(self) -> int:
-        """Length of φ in operators."""
-        return self.map.num_features + (self.floor is not None)
+@dataclass
+class State:
+    """Base of all states: dataclasses of tensors, of other states, and of lists of these.
+
+    `empty` gives the value a field has when nothing was seen, if that is not zero.
+    """
+
+    empty: ClassVar[dict[str, float]] = {}
+
+    def parts(self) -> list[tuple[str, Any]]:
+        """The tensors and states in each field, with its name."""
+        found: list[tuple[str, Any]] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for item in value if isinstance(value, list) else [value]:
+                if item is not None:
+                    found.append((field.name, item))
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in a fixed order."""
+        found: list[Tensor] = []
+        for _, part in self.parts():
+            found += part.tensors() if isinstance(part, State) else [part]
+        return found
+
+    def reset(self) -> None:
+        """Forget everything, in place."""
+        for name, part in self.parts():
+            if isinstance(part, State):
+                part.reset()
+            else:
+                part.fill_(self.empty.get(name, 0.0))
+
+    def map(self, function: Any) -> "State":
+        """The same state of other tensors: `function` of each."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, list):
+                return [mapped(item) for item in value]
+            return value.map(function) if isinstance(value, State) else None if value is None else function(value)
+
+        return type(self)(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
+
+    def index_select(self, rows: Tensor) -> "State":
+        """The state of some sequences of the batch, in any order, repeated or not."""
+        return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
+    def to(self, device: torch.device | str) -> "State":
+        """The state on a device."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def copy_(self, other: "State") -> None:
+        """Take the values of another state of the same shape, at the same addresses."""
+        with torch.no_grad():
+            for field in fields(self):
+                mine, theirs = getattr(self, field.name), getattr(other, field.name)
+                pairs = zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]
+                for old, new in pairs:
+                    if old is not new:
+                        old.copy_(new)
 
 
 @dataclass
 class Sums(State):
-    """S = exp(log_scale) · outer and z = exp(log_scale) · total over any number of keys: all a query needs to know."""
+    """S = exp(log_scale)ᵀ · outer and z = exp(log_scale)ᵀ · total over any number of keys: all that queries need."""
 
     log_scale: Tensor  # [..., 1, M], or [..., 1, 1] for features with a factor
-    outer: Tensor  # [..., M, D]
+    outer: Tensor  # [..., M, Dv]
     total: Tensor  # [..., M, 1]
     empty: ClassVar[dict[str, float]] = {"log_scale": -torch.inf}
 
@@ -110,20 +151,16 @@ class Sums(State):
     def of_none(phi: FeatureFunction, shape: tuple[int, int, int], dtype: Any, device: Any) -> "Sums":
         """Of no keys, for a shape of B, Hkv, Dv."""
         B, H, D = shape
-        like = torch.empty((), dtype=dtype, device=device)
-        scale = like.new_full((B, H, 1, phi.size if phi.positive else 1), -torch.inf)
-        return Sums(scale, like.new_zeros(B, H, phi.size, D), like.new_zeros(B, H, phi.size, 1))
+        scale = torch.full((B, H, 1, phi.size if phi.positive else 1), -torch.inf, dtype=dtype, device=device)
+        return Sums(scale, scale.new_zeros(B, H, phi.size, D), scale.new_zeros(B, H, phi.size, 1))
 
     @staticmethod
-    def before(phi: FeatureFunction, v: Tensor) -> "Sums":
-        """Of no keys, for values `[B, Hkv, L, Dv]`."""
-        return Sums.of_none(phi, (v.shape[0], v.shape[1], v.shape[3]), compute_dtype(v), v.device)
-
-    @staticmethod
-    def of(k: Features, v: Tensor) -> "Sums":
-        """Of keys `[..., L, M]`."""
-        scale = k.log.detach().amax(-2, keepdim=True)
-        phi = k.divided(scale)
+    def of(k: Features, v: Tensor, visible: Tensor | None = None) -> "Sums":
+        """Of keys `[..., L, M]`, or of those that are visible `[..., L, 1]`."""
+        log = k.log if visible is None else k.log.masked_fill(~visible, -torch.inf)
+        scale = log.detach().amax(-2, keepdim=True)
+        phi = exp_of_difference(log, scale)
+        phi = phi if k.factor is None else phi * k.factor
         return Sums(scale, phi.mT @ v, phi.sum(-2).unsqueeze(-1))
 
     def plus(self, other: "Sums") -> "Sums":
@@ -133,30 +170,32 @@ class Sums(State):
         return Sums(scale, self.outer * mine + other.outer * theirs, self.total * mine + other.total * theirs)
 
     def landmarks(self) -> tuple[Tensor, Tensor]:
-        """λ `[..., 1, M]` and μ `[..., M, D]`; λ is very small, and finite, for a feature without mass."""
-        return finite(self.log_scale + log_or_inf(self.total).mT), self.outer / above_zero(self.total)
+        """λ `[..., 1, M]`, very small where nothing has mass, and μ `[..., M, Dv]`."""
+        total = self.total.clamp(min=SOME)
+        return (self.log_scale + total.log().mT).clamp(min=_NOTHING), self.outer / total
 
     def read(self, q: Features, floor: Tensor | None = None) -> Tensor:
-        """Attention of queries `[B, H, L, M]` → `[B, H, L, D]`; zeros where nothing has mass."""
+        """Attention of queries `[B, H, L, M]` → `[B, H, L, Dv]`; zeros where nothing has mass."""
+        kv_heads, heads = self.outer.shape[1], q.log.shape[1]
         if q.factor is None:
-            return read_landmarks(q.log, *self.landmarks())
-        phi = group(q.factor, self.outer.shape[1])
-        least = None if floor is None else floor.to(self.total) * self.total[..., -1:, :]
-        return ungroup((phi @ self.outer) / floored(phi @ self.total, least), q.factor.shape[1])
+            mass, mean = self.landmarks()
+            return regroup(torch.softmax(regroup(q.log, kv_heads) + mass, -1) @ mean, heads)
+        phi = regroup(q.factor, kv_heads)
+        least = None if floor is None else floor.to(phi) * self.total[..., -1:, :]
+        return regroup((phi @ self.outer) / floored(phi @ self.total, least), heads)
 
     def log_sum(self, q: Features) -> Tensor:
         """log φ(x)ᵀz of queries, `[B, H, L, 1]`, -inf where it is zero (or, of signed features, negative)."""
         heads, kv_heads = q.log.shape[1], self.outer.shape[1]
         if q.factor is not None:
-            log = log_or_inf((group(q.factor, kv_heads) @ self.total).clamp(min=0)) + self.log_scale
-            return ungroup(log, heads) + q.log
-        log = torch.logsumexp(group(q.log, kv_heads) + self.landmarks()[0], -1, keepdim=True)
-        return ungroup(log.masked_fill(log < torch.finfo(log.dtype).min / 8, -torch.inf), heads)
+            total = (regroup(q.factor, kv_heads) @ self.total).clamp(min=0)
+            log = total.masked_fill(total == 0, 1.0).log().masked_fill(total == 0, -torch.inf) + self.log_scale
+            return regroup(log, heads) + q.log
+        log = torch.logsumexp(regroup(q.log, kv_heads) + self.landmarks()[0], -1, keepdim=True)
+        return regroup(log.masked_fill(log < _NOTHING / 2, -torch.inf), heads)
 
 
-def read_landmarks(log: Tensor, mass: Tensor, mean: Tensor) -> Tensor:
-    """Attention of queries `[B, H, L, M]` to landmarks of a mass `[B, Hkv, 1, M]` and a mean value `[B, Hkv, M, D]`."""
-    return ungroup(torch.softmax(group(log, mean.shape[1]) + mass, -1) @ mean, log.shape[1])
+_NOTHING = -8e37  # the log-mass of no keys: finite, so that a softmax over nothing but such is no NaN
 
 
 def floored(denominator: Tensor, least: Tensor | None = None) -> Tensor:
@@ -170,29 +209,11 @@ def floored(denominator: Tensor, least: Tensor | None = None) -> Tensor:
     return denominator.masked_fill(denominator.abs() < torch.finfo(denominator.dtype).tiny, torch.inf)
 
 
-def group(x: Tensor, kv_heads: int) -> Tensor:
-    """`[B, H, L, E]` → `[B, Hkv, G·L, E]`: the query heads that share a key head, below each other."""
-    B, H, L, E = x.shape
-    return x if kv_heads == H else x.reshape(B, kv_heads, H // kv_heads * L, E)
-
-
-def ungroup(x: Tensor, heads: int) -> Tensor:
-    """The inverse."""
-    B, K, L, E = x.shape
-    return x if heads == K else x.reshape(B, heads, L * K // heads, E)
-
-
-def blocks(length: int, numbers: int, least: int, device: torch.device, multiple: int = 1) -> list[slice]:
-    """Blocks of positions, about equal: `numbers` is what a position brings to the largest tensor.
-
-    Compilers get one block, since the number of blocks would tie a program to a length.
+def regroup(x: Tensor, heads: int) -> Tensor:
+    """`[B, H, L, E]` → `[B, heads, L · H / heads, E]`: the query heads that share a key head below each other, or the
+    inverse.
     """
-    if traced():
-        return [slice(0, length)]
-    longest = max(BLOCK.get(device.type, OTHER_BLOCK) // numbers, least)
-    size = -(-length // -(-length // longest))
-    size = -(-size // multiple) * multiple
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    return x if x.shape[1] == heads else x.reshape(x.shape[0], heads, -1, x.shape[3])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -207,61 +228,61 @@ def linear_attention(
 
     `key_mask` `[B, Lk]`: True for keys that exist. O((Lq + Lk) · M · D) time.
     """
-    arguments = q, k, v, phi_q, phi_k, key_mask
-    found = differentiate(_PositiveAttention, *arguments) if phi_q.positive else None
-    return _attention(*arguments) if found is None else found
-
-
-def _attention(q, k, v, phi_q, phi_k, key_mask) -> Tensor:
+    if phi_q.positive and torch.is_grad_enabled():
+        found = differentiate(_PositiveAttention, q, k, v, phi_q, phi_k, key_mask)
+        if found is not None:
+            return found
     return _read(q, summarise(k, v, phi_k, key_mask), phi_q)
 
 
 def summarise(k: Tensor, v: Tensor, phi: FeatureFunction, key_mask: Tensor | None = None) -> Sums:
     """The sums over all visible keys."""
-    rows = key_blocks(k, phi)
-    masks = [None if key_mask is None else key_mask[:, None, r, None] for r in rows]
+    size = block_size(k, phi.size, least=phi.size)  # sums of a block are no larger than its values
+    visible = None if key_mask is None else key_mask[:, None, :, None]
+    parts: Any = [(k, v, visible)]
+    if size < k.shape[2]:  # not so for compilers, which are not to see sizes
+        masks: Any = repeat(None) if visible is None else visible.split(size, dim=2)
+        parts = zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False)
     found = None
-    for mask, y, u in zip(masks, split(k, rows), split(v, rows), strict=True):
-        new = Sums(*recompute(_summarise_block, y, u, phi, mask))
+    for y, u, mask in parts:
+        if torch.is_grad_enabled():
+            new = Sums(*recompute(_summarise_block, y, u, phi, mask))
+        else:
+            new = Sums(*_summarise_block(y, u, phi, mask))
         found = new if found is None else found.plus(new)
-    return Sums.before(phi, v) if found is None else found
+    return found  # type: ignore[return-value]  # there is a key
 
 
-def _summarise_block(y: Tensor, u: Tensor, phi: FeatureFunction, mask: Tensor | None) -> tuple[Tensor, ...]:
-    dtype = compute_dtype(y)
-    return tuple(Sums.of(phi(y.to(dtype)).only(mask), u.to(dtype)).tensors())
+def _summarise_block(y: Tensor, u: Tensor, phi: FeatureFunction, visible: Tensor | None) -> tuple[Tensor, ...]:
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    sums = Sums.of(phi(y.to(dtype)), u.to(dtype), visible)
+    return sums.log_scale, sums.outer, sums.total
 
 
 def _read(q: Tensor, sums: Sums, phi: FeatureFunction) -> Tensor:
-    rows, tensors = query_blocks(q, phi), sums.landmarks() if phi.positive else tuple(sums.tensors())
-    if torch.is_grad_enabled() or traced():
-        return torch.cat([recompute(_read_block, x, phi, *tensors) for x in split(q, rows)], dim=2)
+    size = block_size(q, phi.size)
+    tensors = sums.landmarks() if phi.positive else (sums.log_scale, sums.outer, sums.total)
+    if size >= q.shape[2]:
+        return recompute(_read_block, q, phi, *tensors) if torch.is_grad_enabled() else _read_block(q, phi, *tensors)
+    if torch.is_grad_enabled():
+        return torch.cat([recompute(_read_block, x, phi, *tensors) for x in q.split(size, dim=2)], dim=2)
     out = q.new_empty(*q.shape[:3], sums.outer.shape[-1])
-    for r in rows:
-        out[:, :, r] = _read_block(q[:, :, r], phi, *tensors)
+    for x, part in zip(q.split(size, dim=2), out.split(size, dim=2), strict=True):
+        part.copy_(_read_block(x, phi, *tensors))
     return out
 
 
 def _read_block(x: Tensor, phi: FeatureFunction, *tensors: Tensor) -> Tensor:
     q = phi(x.to(tensors[1].dtype))
-    out = read_landmarks(q.log, *tensors) if phi.positive else Sums(*tensors).read(q, phi.floor)
-    return out.to(x.dtype)
+    if not phi.positive:
+        return Sums(*tensors).read(q, phi.floor).to(x.dtype)
+    mass, mean = tensors
+    weights = torch.softmax(regroup(q.log, mean.shape[1]) + mass, -1)
+    return regroup(weights @ mean, x.shape[1]).to(x.dtype)
 
 
-def key_blocks(k: Tensor, phi: FeatureFunction) -> list[slice]:
-    """Of no fewer keys than there are features, so that sums are no larger than values."""
-    B, H, L, D = k.shape
-    return blocks(L, B * H * max(D, phi.size), phi.size, k.device)
-
-
-def query_blocks(q: Tensor, phi: FeatureFunction) -> list[slice]:
-    B, H, L, D = q.shape
-    return blocks(L, B * H * max(D, phi.size), 1, q.device)
-
-
-def split(x: Tensor, rows: list[slice]) -> tuple[Tensor, ...]:
-    """Blocks of dimension 2, which are all of one length but the last: autograd joins their gradients once."""
-    return (x,) if len(rows) == 1 else x.split(rows[0].stop, dim=2)
+def _attention(q, k, v, phi_q, phi_k, key_mask) -> Tensor:
+    return _read(q, summarise(k, v, phi_k, key_mask), phi_q)
 
 
 class _PositiveAttention(torch.autograd.Function):
@@ -281,27 +302,33 @@ class _PositiveAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # for second derivatives
             return None, *gradients_of(_attention, arguments, [gradient])
         q, k, v, phi_q, phi_k, key_mask = arguments
-        dtype, heads = mass.dtype, q.shape[1]
+        dtype, heads, kv_heads = mass.dtype, q.shape[1], k.shape[1]
         queries, keys = FeatureGradients(phi_q), FeatureGradients(phi_k)
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        dq, dk, dv = [], [], []
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(mass)
-        for rows in query_blocks(q, phi_q):
-            logs = group(queries.logs(q[:, :, rows]), mean.shape[1])
-            weights = torch.softmax(logs + mass, -1)
-            g, o = (group(z[:, :, rows].to(dtype), mean.shape[1]) for z in (gradient, out))
-            d_logs = (g @ mean.mT).sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
+        size = block_size(q, phi_q.size)
+        for x, g, o in zip(*(z.split(size, dim=2) for z in (q, gradient, out)), strict=True):
+            weights = torch.softmax(regroup(queries.logs(x), kv_heads) + mass, -1)
+            g, o = (regroup(z.to(dtype), kv_heads) for z in (g, o))
+            d_logs = (g @ mean.mT).sub_(torch.linalg.vecdot(g, o).unsqueeze(-1)).mul_(weights)
             d_mean += weights.mT @ g
             d_mass += d_logs.sum(-2, keepdim=True)
-            dq[:, :, rows] = queries.pull(ungroup(d_logs, heads))
+            dq.append(queries.pull(regroup(d_logs, heads)))
         shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
-        for rows in key_blocks(k, phi_k):
-            logs = keys.logs(k[:, :, rows], None if key_mask is None else key_mask[:, None, rows, None])
-            weights = exp_of_difference(logs, mass)
-            d_logs = (v[:, :, rows].to(dtype) @ d_mean.mT).sub_(shift).mul_(weights)
-            dv[:, :, rows] = weights @ d_mean
-            dk[:, :, rows] = keys.pull(d_logs)
-        d_tokens = dq if queries.used else None, dk if keys.used else None
-        return None, *tree_leaves((*d_tokens, dv, queries.found(), keys.found(), None))
+        size = block_size(k, phi_k.size, least=phi_k.size)
+        masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
+        for y, u, mask in zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False):
+            weights = exp_of_difference(keys.logs(y, mask), mass)
+            d_logs = (u.to(dtype) @ d_mean.mT).sub_(shift).mul_(weights)
+            dv.append((weights @ d_mean).to(v.dtype))
+            dk.append(keys.pull(d_logs))
+        d_tokens = joined(dq) if queries.used else None, joined(dk) if keys.used else None
+        return None, *tree_leaves((*d_tokens, joined(dv), queries.found(), keys.found(), None))
+
+
+def joined(blocks: list[Tensor]) -> Tensor:
+    """The whole sequence again."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
 class FeatureGradients:
@@ -312,30 +339,37 @@ class FeatureGradients:
         self.phi = phi._replace(tensors=tuple(self.tensors))
         self.sums: list[Tensor | None] = [None] * len(self.tensors)
         self.used = False  # whether features depend on tokens at all
+        self.learned = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
 
     def logs(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         """log φ of a block of tokens, -inf for those that are not `visible`."""
-        with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            self.x = x.detach().requires_grad_()
-            self.log = self.phi(self.x.to(compute_dtype(x))).log
-        log = self.log.detach()
+        self.x, self.log = x.detach(), None
+        if self.learned or not self.phi.map.knows_gradient:
+            with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+                self.log = self.phi(self.x.requires_grad_().to(compute_dtype(x))).log
+            log = self.log.detach()
+        else:
+            log = self.phi(self.x.to(compute_dtype(x))).log
         return log if visible is None else log.masked_fill(~visible, -torch.inf)
 
     def pull(self, gradient: Tensor) -> Tensor:
         """The gradient of those tokens, from that of their log-features."""
+        phi, x = self.phi, self.x
+        if self.log is None:
+            self.used = True
+            return phi.map.pull(x.to(gradient.dtype), phi.role, phi.scale, gradient, *phi.tensors).to(x.dtype)
         if not self.log.requires_grad:
-            return torch.zeros_like(self.x)
+            return torch.zeros_like(x)
         self.used = True
-        learned = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
         with torch.autocast(gradient.device.type, enabled=False):
-            inputs = [self.x, *(t for t in self.tensors if t is not None and t.requires_grad)]
+            inputs = [x, *(t for t in self.tensors if t is not None and t.requires_grad)]
             dx, *others = torch.autograd.grad(self.log, inputs, gradient, allow_unused=True)
-        for i, new in zip(learned, others, strict=True):
+        for i, new in zip(self.learned, others, strict=True):
             if new is not None:
                 total = self.sums[i]
                 self.sums[i] = new if total is None else total + new
-        return torch.zeros_like(self.x) if dx is None else dx
+        return torch.zeros_like(x) if dx is None else dx
 
     def found(self) -> FeatureFunction:
         """The sums in the places of the tensors they belong to, and None in all other places."""
-        return FeatureFunction(None, None, None, tuple(self.sums), None)  # type: ignore[arg-type]
+        return FeatureFunction(None, None, None, tuple(self.sums), None, None, None)  # type: ignore[arg-type]

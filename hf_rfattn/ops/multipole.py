@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import linear
-from .autograd import gradients_of, traced
+from .autograd import gradients_of
 from .linear import compute_dtype
 from .multipole_choice import Order, Sizes, choose_blocks, inverse, orders, take
 from .softmax import attend, exp_of_difference, merge
-from .tiles import from_tiles, into_tiles
+from .tiles import BLOCK, OTHER_BLOCK, from_tiles, into_tiles, traced
 
 
 def multipole_attention(
@@ -48,12 +47,12 @@ def multipole_attention(
     x_seen, y_seen = _seen(x, x_seen, x_order, sizes.tile), _seen(y, y_seen, y_order, sizes.block)
     tiles = _tiles(x, sizes.tile, heads)
     counted = None if x_seen is None else _tiles(x_seen.expand(*x.shape[:3], 1), sizes.tile, heads)
-    blocks, values = (into_tiles(z, sizes.block).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
+    blocks, values = (into_tiles(z, sizes.block, heads).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
     if y_seen is not None:
-        y_seen = into_tiles(y_seen.expand(*y.shape[:3], 1), sizes.block).flatten(0, 1)[..., 0]  # [N, B, c]
+        y_seen = into_tiles(y_seen.expand(*y.shape[:3], 1), sizes.block, heads).flatten(0, 1)[..., 0]  # [N, B, c]
     out = _attention(tiles, counted, blocks, values, y_seen, sizes, scale)
     out = out.unflatten(0, (-1, heads)).unflatten(2, (q.shape[1] // heads, -1)).flatten(1, 2)
-    out = from_tiles(out, q.shape[2])
+    out = from_tiles(out, q.shape[1], q.shape[2])
     return take(out, None if x_order is None else inverse(x_order)).to(q.dtype)
 
 
@@ -69,7 +68,7 @@ def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Te
 
 def _tiles(x: Tensor, size: int, heads: int) -> Tensor:
     """`[B, H, L, E]` → `[N = B · Hkv, T, C, E]`: query heads that share keys are more tiles over the same keys."""
-    return into_tiles(x, size).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
+    return into_tiles(x, size, x.shape[1]).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
 
 
 class _Blocks(NamedTuple):
@@ -154,7 +153,7 @@ def _chunks(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, l
     """Sequences to be worked on at a time, and tiles of them: their exact keys, and scores, stay in a CPU's caches."""
     N, T, C, D = tiles.shape
     numbers = max(sizes.chosen * sizes.block * D, C * blocks)
-    at_once = max(2 * linear.BLOCK.get(tiles.device.type, linear.OTHER_BLOCK) // numbers, 1)
+    at_once = max(BLOCK.get(tiles.device.type, OTHER_BLOCK) // numbers, 1)
     rows, columns = max(at_once // T, 1), min(at_once, T)
     for n in range(0, N, rows):
         yield slice(n, n + rows), [slice(t, t + columns) for t in range(0, T, columns)]

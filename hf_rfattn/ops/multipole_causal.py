@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import recompute, traced
-from .linear import blocks as slabs
-from .linear import compute_dtype
+from .autograd import recompute
+from .linear import State, compute_dtype
 from .multipole_choice import CausalSizes, Choice, choose_for_each
 from .softmax import attend, merge
-from .state import State
+from .tiles import block_size, traced
 
 GATHER = 4  # up to so many queries, the keys of chosen blocks are gathered; for more, all keys are scored and masked
 
@@ -153,14 +152,16 @@ def causal_multipole_attention(
     count these. Some queries at once score all keys, in O(L · all keys · D) like softmax; a step costs
     O((all keys / block + exact keys) · D).
     """
-    B, H, L, D = q.shape
+    B, _, L, D = q.shape
     K = k.shape[1]
     if context is None:
         context = Context.new(B, K, D, v.shape[3], L, sizes.block, k)
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
     parts = []
-    for rows in slabs(L, B * H * context.keys.shape[2], 1, q.device):
+    size = block_size(q, context.keys.shape[2])
+    for start in range(0, L, size):
+        rows = slice(start, start + size)
         last = (
             context.low.shape[2] if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, context.low.shape[2])
         )

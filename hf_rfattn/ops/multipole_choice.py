@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import traced
+from .tiles import traced
 
 SUBTILES = 4  # votes of a tile: as good as one vote for each query, at a fraction of the cost
 SAMPLE = 4  # every so many tokens tell the variances of all

@@ -74,8 +74,8 @@ def multipole_weights(x: Tensor, y: Tensor, sizes: Sizes, order: Order, seen: Te
     number = torch.arange(-(-y.shape[2] // sizes.block), device=y.device)
     member = ((block.unsqueeze(2) == number[:, None]) & y_seen.unsqueeze(2))[0]  # [H, B, Lk]
 
-    tiles = into_tiles(take(x, x_order), sizes.tile)[0]  # [H, T, C, D]
-    counted = into_tiles(x_seen.expand(1, heads, -1).gather(2, x_order).unsqueeze(-1), sizes.tile)[0]
+    tiles = into_tiles(take(x, x_order), sizes.tile, heads)[0]  # [H, T, C, D]
+    counted = into_tiles(x_seen.expand(1, heads, -1).gather(2, x_order).unsqueeze(-1), sizes.tile, heads)[0]
     low, high = _corners(y[0], member)
     chosen = choose_blocks(tiles, counted, low, high, min(sizes.chosen, len(number)), sizes.first, 1.0)
     near = torch.zeros(*chosen.shape[:2], len(number), device=x.device).scatter(2, chosen, 1.0)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import traced
 from .naive import allowed_pairs
+from .tiles import traced
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -20,7 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: f
     if k.shape[1] != H:
         k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
     if _has_fused_kernel(q, k, v):
-        mask = None if bias is None else bias.expand(B, H, L, k.shape[2])
+        mask = None if bias is None else bias.to(q.dtype).expand(B, H, L, k.shape[2])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=mask, scale=scale
         )
@@ -36,8 +36,8 @@ def softmax_of_scores(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same from scores `[..., Lq, Lk]`, which are -inf where a query does not see a key."""
     largest = scores.detach().amax(-1, keepdim=True)
     weights = exp_of_difference(scores, largest)
-    total = weights.sum(-1, keepdim=True)
-    return (weights @ v) / above_zero(total), finite(largest) + log_or_inf(total)
+    total = weights.sum(-1, keepdim=True).clamp(min=SOME)
+    return (weights @ v) / total, largest + total.log()
 
 
 def _has_fused_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -64,15 +64,16 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     largest = parts[0][1].detach()
     for _, lse in parts[1:]:
         largest = torch.maximum(largest, lse.detach())
-    weights = [exp_of_difference(lse, largest) for _, lse in parts]
-    total = weights[0]
-    out = parts[0][0] * weights[0]
-    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
-        total = total + weight
-        out = torch.addcmul(out, part, weight)
-    return out / above_zero(total), finite(largest) + log_or_inf(total)
+    total, out = torch.zeros_like(largest), torch.zeros_like(parts[0][0])
+    for part, lse in parts:
+        weight = exp_of_difference(lse, largest)
+        total, out = total + weight, torch.addcmul(out, part, weight)
+    total = total.clamp(min=SOME)
+    return out / total, largest + total.log()
 
 
+SOME = 2.0**-20  # below any sum of weights the largest of which is one, so that a sum of none can be divided by
+_LEAST = -8e37  # in place of an offset of -inf: it can be scaled, and subtracted from -inf
 _LOG2_E = math.log2(math.e)
 
 
@@ -82,22 +83,7 @@ def exp_of_difference(log: Tensor, offset: Tensor) -> Tensor:
     By powers of two: torch computes exponentials of e at half the speed on a CPU, and at a fortieth where they
     underflow, as those of real heads do.
     """
-    return torch.add(finite(offset) * -_LOG2_E, log, alpha=_LOG2_E).exp2_()
-
-
-def finite(log: Tensor) -> Tensor:
-    """The same offset with a number in place of -inf (nothing there) that can be scaled, and subtracted from -inf."""
-    return log.clamp(min=torch.finfo(log.dtype).min / 4)
-
-
-def above_zero(total: Tensor) -> Tensor:
-    """A denominator with 1 in place of 0."""
-    return total.masked_fill(total == 0, 1.0)
-
-
-def log_or_inf(total: Tensor) -> Tensor:
-    """The logarithm, -inf and without gradient at 0."""
-    return above_zero(total).log().masked_fill(total == 0, -torch.inf)
+    return torch.add(offset.clamp(min=_LEAST) * -_LOG2_E, log, alpha=_LOG2_E).exp2_()
 
 
 def softmax_attention(
