@@ -92,6 +92,15 @@ def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     return owners
 
 
+def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
+    """The transformers models in a model that are no part of another."""
+    roots: list[PreTrainedModel] = []
+    for owner in transformers_models(model).values():  # a model comes before those inside it
+        if not any(owner is part for root in roots for part in root.modules()):
+            roots.append(owner)
+    return roots
+
+
 def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
     while name and name not in owners:
         name = name.rpartition(".")[0]

@@ -19,7 +19,7 @@ from ..extras import naming_the_extra
 from ..features import PositiveFeatures
 from ..mechanisms import Mechanism, build_mechanism
 from ..ops import softmax_attention
-from .discovery import find_attention
+from .discovery import find_attention, outermost_models
 from .inputs import Data, as_batches
 from .text_table import text_table
 
@@ -119,27 +119,44 @@ def run_with_softmax(
     training = {m: m.training for m in model.modules()}
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    body = _without_head(model)
-    if body is not model:
-        known = inspect.signature(body.forward).parameters
-        targets = set(inspect.signature(model.forward).parameters) - set(known)
-        inputs = {k: v for k, v in inputs.items() if k not in targets}
-    if "use_cache" in inspect.signature(body.forward).parameters:
-        inputs["use_cache"] = (
-            False  # with a cache a decoder goes through its state, not through the call that is observed
-        )
     model.eval()
     try:
         with torch.no_grad(), softmax_in_place(model, observe, gradients):
-            body(**inputs)
+            for body in _bodies(model, inputs):
+                body(**_inputs_of(body, model, inputs))
     finally:
         for module, mode in training.items():
             module.training = mode
 
 
-def _without_head(model: nn.Module) -> nn.Module:
+def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
+    """What the batch goes through: the model, or the patched transformers models in one that takes no keywords, as a
+    SentenceTransformer, which takes one dict.
+    """
+    if isinstance(model, PreTrainedModel):
+        return [_without_head(model)]
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError:
+        return [_without_head(root) for root in outermost_models(model) if outer_mechanisms(root)]
+    return [model]
+
+
+def _inputs_of(body: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a batch for the whole model, what a part of it takes: no labels, and nothing that only a wrapper knows."""
+    known = set(inspect.signature(body.forward).parameters)
+    given = dict(inputs)
+    if body is not model:
+        others = set(inspect.signature(model.forward).parameters) if isinstance(model, PreTrainedModel) else set(given)
+        given = {name: value for name, value in given.items() if name in known or name not in others}
+    if "use_cache" in known:  # with a cache a decoder goes through its state, not through the call that is observed
+        given["use_cache"] = False
+    return given
+
+
+def _without_head(model: PreTrainedModel) -> nn.Module:
     """The part that holds all mechanisms: a head over a large vocabulary may cost more than all layers."""
-    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         return model
     inside = {id(m) for m in model.base_model.modules()}
     patched = [m for m in model.modules() if isinstance(m, Mechanism)]

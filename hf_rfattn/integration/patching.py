@@ -38,6 +38,7 @@ def patch_model(
 ) -> M:
     """Replace the softmax attention of a pretrained model, in place, and return the model.
 
+    `model`: a transformers model, or any module that holds some, such as a `SentenceTransformer`.
     `attention`: a name (see `mechanism_names()`), a config such as `FmmConfig(bandwidth=64)`, or a mapping from layers
     (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax" leaves a layer alone; `choose_attention` makes such a
     mapping from errors on your data. `layers`: which layers to patch (all by default); the others keep exact softmax.

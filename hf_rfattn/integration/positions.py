@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .discovery import transformers_models
+from .discovery import outermost_models
 from .inputs import Data, as_batches, texts_in
 
 M = TypeVar("M", bound=nn.Module)
 Method = Literal["interpolate", "tile"]
 
 LIMIT = "max_position_embeddings"  # configs that call it otherwise (n_positions) map this name to theirs
+CUT = "max_seq_length"  # where a SentenceTransformer truncates texts
 
 # What buffers hold that are as long as the longest input, by name and shape.
 _BUFFERS: dict[str, Callable[[torch.Size], Tensor]] = {
@@ -37,7 +38,7 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "interpo
     `tokenizer`, or what a tokenizer returned, once or several times. If they fit already, nothing changes.
     `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
     positions stay what they were; "tile" repeats it, so that inputs of the old length give what they gave. Train the
-    model after either. `tokenizer`: its limit is set too.
+    model after either. `tokenizer`: its limit is set too. A SentenceTransformer truncates texts at the new length.
 
     Configs are changed with the model, so that it is saved and loaded as it is, patched or not. Make optimizers
     afterwards: the tables are new parameters.
@@ -70,6 +71,8 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "interpo
         _grow(growth, max_length, method, weights)
     if tokenizer is not None:
         tokenizer.model_max_length = max_length
+    if isinstance(getattr(model, CUT, None), int):
+        setattr(model, CUT, max_length)
     return model
 
 
@@ -125,12 +128,8 @@ class _Growth:
 
 def _find_growths(model: nn.Module) -> list[_Growth]:
     """One for each config of each outermost transformers model that limits some of its parameters."""
-    roots: list[PreTrainedModel] = []
-    for owner in transformers_models(model).values():  # a model comes before those inside it
-        if not any(owner is part for r in roots for part in r.modules()):
-            roots.append(owner)
     growths = []
-    for root in roots:
+    for root in outermost_models(model):
         configs = list(_nested(root.config))
         limited = [i for i, c in enumerate(configs) if type(getattr(c, LIMIT, None)) is int and getattr(c, LIMIT) > 0]
         for number in limited:

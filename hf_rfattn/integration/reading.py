@@ -5,6 +5,7 @@ from typing import Any
 
 import transformers
 
+from .discovery import outermost_models
 from .positions import learned_positions
 
 
@@ -49,7 +50,8 @@ def longest_input(model: Any) -> int | None:
     >>> longest_input(LlamaModel(LlamaConfig(**size, num_attention_heads=2, vocab_size=9)))
     66
     """
-    return learned_positions(model) or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = outermost_models(model)[0].config.get_text_config()
+    return learned_positions(model) or getattr(config, "max_position_embeddings", None)
 
 
 def first_tokens(text: str, name: str, model: Any, most: int) -> Any:
