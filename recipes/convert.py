@@ -66,7 +66,7 @@ def teach(session: Session, options: ConvertOptions) -> None:
     source = find_source(
         options.data, "Salesforce/wikitext", options.data_config or "wikitext-2-raw-v1", "wikitext", options.data_name
     )
-    length = choose_length(model, options.max_length, USUAL_LENGTH)
+    length = choose_length(model, options, USUAL_LENGTH, tokenizer)
     with accelerator.main_process_first():
         texts = load_texts(source, options)
         rows = encode(texts, tokenizer, length, options).shuffle(seed=0)

@@ -51,7 +51,6 @@ class EmbeddingOptions(CommonOptions):
     max_documents: int | None = described("Number of documents, the same for every seed.")
     max_queries: int | None = described("Number of queries, the same for every seed.")
     max_samples: int | None = described("STS-B: number of pairs, the same for every seed.")
-    extend_positions: bool = described("Repeat learned positions where texts are longer than the model's.", False)
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = described(
         "For models without the files of sentence-transformers: how to pool tokens. Default: mean."
     )
@@ -66,6 +65,7 @@ class EmbeddingOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.max_length = self.max_length or self.document_tokens
         if self.model is None:
             raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
         if self.transfer_steps and self.attention in (None, "softmax"):
@@ -93,7 +93,7 @@ def evaluate(session: Session, options: EmbeddingOptions) -> None:
     started, accelerator = time.perf_counter(), session.accelerator
     check_share(options.batch_size, accelerator.num_processes, 1)
     encoder = load_encoder(options, options.pooling, options.normalize, accelerator.device)
-    length = set_length(encoder, options.max_length or options.document_tokens, options.extend_positions)
+    length = set_length(encoder, options)
     model = model_inside(encoder)
     set_attention(model, options)
     with accelerator.main_process_first():

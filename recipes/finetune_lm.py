@@ -86,7 +86,7 @@ class LanguageTask(Task[LanguageOptions]):
             model = ready_to_train(AutoModelForCausalLM.from_config(config), tokenizer)
         else:
             model = load_model(AutoModelForCausalLM, options, load_config(options), tokenizer)
-        length = choose_length(model, options.max_length, USUAL_LENGTH)
+        length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         stride = options.eval_stride or length - 1
         if not 1 <= stride < length:
             raise ValueError(f"--eval-stride {stride} must be below the length of a window, {length}.")

@@ -62,7 +62,7 @@ class SquadTask(Task[SquadOptions]):
         }
         tokenizer = load_tokenizer(options)
         model = load_model(AutoModelForQuestionAnswering, options, load_config(options), tokenizer)
-        length = choose_length(model, options.max_length, USUAL_LENGTH)
+        length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         if options.stride >= length // 2 - 4:
             raise ValueError(f"--stride {options.stride} leaves windows of {length} tokens no room to move on.")
         self.length = length

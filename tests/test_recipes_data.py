@@ -64,7 +64,7 @@ def test_what_data_means():
     assert find_source(None, "nyu-mll/glue", "rte", "rte", None).hub_name == "nyu-mll/glue"
     other = find_source("me/mine", "nyu-mll/glue", "rte", "rte", "called so")
     assert (other.hub_name, other.config, other.name) == ("me/mine", "rte", "called so")
-    with pytest.raises(ValueError, match="neither a folder, nor a name on the Hub"):
+    with pytest.raises(ValueError, match="neither a folder or file, nor a name on the Hub"):
         find_source("./nowhere", "nyu-mll/glue", "rte", "rte", None)
     with pytest.raises(ValueError, match=r"cannot be had from the Hub.*--data sample"):
         load_split(find_source("me/mine", "a/b", None, "rte", None), "train", ["label"])

@@ -146,8 +146,8 @@ def test_longer_documents_need_more_positions(bert, tmp_path, capsys):
     fields = {"data": "sample", "document_tokens": 100, "max_documents": 8, "max_queries": 20}
     with pytest.raises(SystemExit):
         evaluate(bert, tmp_path / "short", attention="softmax", **fields)
-    assert "more than the 64 positions of this model. Give --extend-positions" in capsys.readouterr().err
-    result = evaluate(bert, tmp_path / "long", attention="fmm", extend_positions=True, **fields)
+    assert "--max-length 100 is more than the 64 positions" in capsys.readouterr().err
+    result = evaluate(bert, tmp_path / "long", attention="fmm", extend_positions="tile", **fields)
     assert result["task"] == "made-up sample retrieval" and 64 < result["tokens_per_text"] <= 100
 
 

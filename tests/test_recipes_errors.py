@@ -41,8 +41,8 @@ def refused(capsys, recipe, output, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_length": 65}, "--max-length 65 is more than the 64 positions of this model. Choose at most 64, or give "
-         "the model more first: hf_rfattn.extend_positions(model, 65)"),
+        ({"max_length": 65}, "--max-length 65 is more than the 64 positions of this model. Choose at most 64, or "
+         "lengthen its position table with --extend-positions tile"),
         ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
         ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
         ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be a whole number"),
@@ -54,7 +54,7 @@ def refused(capsys, recipe, output, **fields):
         ({"model": "./nowhere"}, "--model: There is no folder './nowhere'"),
         ({"model": None}, "--model is missing"),
         ({"tokenizer": "./nowhere"}, "'./nowhere' has no tokenizer that can be read"),
-        ({"data": "./nowhere"}, "neither a folder, nor a name on the Hub"),
+        ({"data": "./nowhere"}, "neither a folder or file, nor a name on the Hub"),
         ({"eval_split": "dev"}, "sample has no split 'dev'"),
         ({"accumulate": 3}, "--batch-size 8 cannot be shared by 1 processes in 3 passes"),
         ({"mixed_precision": "fp16"}, "--mixed-precision fp16 needs a GPU"),

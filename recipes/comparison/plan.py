@@ -14,6 +14,7 @@ import torch
 from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
+from finetune_text import TextOptions
 from training.data import find_source
 from training.models import load_config
 from training.options import RunOptions, fields_as_arguments, parse_options
@@ -26,7 +27,7 @@ from hf_rfattn.results import SOFTMAX
 from .configuration import BEFORE, Configuration, Part, Row, expand, read_configuration
 
 RECIPES: dict[str, type[RunOptions]] = {
-    "glue": GlueOptions, "snli": RunOptions, "squad": SquadOptions, "lm": LanguageOptions,
+    "glue": GlueOptions, "snli": RunOptions, "squad": SquadOptions, "lm": LanguageOptions, "text": TextOptions,
 }  # fmt: skip
 FOLDER = Path(__file__).resolve().parents[1]
 OURS = {"output", "resume", "overwrite", "seed", "attention", "attention_options"}  # what a comparison decides

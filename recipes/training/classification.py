@@ -12,13 +12,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from hf_rfattn.results import Metric
 
-from .data import check_labels, check_scores, check_texts, find_source, load_split, take
+from .data import Source, check_labels, check_scores, check_texts, find_source, load_split, take
 from .metrics import GLUE, glue
 from .models import choose_length, collator, load_config, load_model, load_tokenizer
 from .options import RunOptions
 from .task import Prepared, Task
-
-USUAL_LENGTH = 128
 
 SCORES = (0.0, 5.0)  # of tasks without labels
 
@@ -39,15 +37,18 @@ class ClassificationTask(Task[RunOptions]):
     text_task: TextTask
     hub_name: str
     hub_config: str | None
+    usual_length = 128
     drop_unlabelled = False  # SNLI marks pairs without a gold label by -1
 
     def prepare(self) -> Prepared:
-        options, task = self.options, self.text_task
+        options = self.options
         source = find_source(options.data, self.hub_name, self.hub_config, self.name, options.data_name)
-        splits = (options.eval_split,) if options.eval_split else task.evaluation
+        loaded = self.load(source)
+        task = self.text_task
+        splits = [split for split in loaded if split != "train"]
         examples = {
-            "train": take(self._load(source, "train"), options.max_train_samples),
-            **{split: take(self._load(source, split), options.max_eval_samples) for split in splits},
+            split: take(part, options.max_train_samples if split == "train" else options.max_eval_samples)
+            for split, part in loaded.items()
         }
         names = dict(enumerate(task.labels))
         config = load_config(
@@ -59,7 +60,7 @@ class ClassificationTask(Task[RunOptions]):
         )
         tokenizer = load_tokenizer(options)
         model = load_model(AutoModelForSequenceClassification, options, config, tokenizer)
-        length = choose_length(model, options.max_length, USUAL_LENGTH)
+        length = choose_length(model, options, self.usual_length, tokenizer)
         encode = partial(encode_texts, tokenizer=tokenizer, texts=task.texts, max_length=length)
         rows = {
             split: part.map(encode, batched=True, remove_columns=part.column_names, desc=f"tokens of {split}")
@@ -76,7 +77,13 @@ class ClassificationTask(Task[RunOptions]):
             max_length=length,
         )
 
-    def _load(self, source: Any, split: str) -> Dataset:
+    def load(self, source: Source) -> dict[str, Dataset]:
+        """The splits, "train" first, checked; labels are numbers in the column "label"."""
+        options = self.options
+        splits = (options.eval_split,) if options.eval_split else self.text_task.evaluation
+        return {split: self._load(source, split) for split in ("train", *splits)}
+
+    def _load(self, source: Source, split: str) -> Dataset:
         task, where = self.text_task, f"{source.name}, split {split!r}"
         examples = load_split(source, split, [*task.texts, "label"])
         if self.drop_unlabelled:

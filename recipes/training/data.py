@@ -19,7 +19,10 @@ SUBSET_SEED = 0  # a subset is the same for every seed of a run: seeds differ in
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: where it is, and what result files call it. `schema` is the name under which `sample` makes it."""
+    """A data set: where it is, and what result files call it. `schema` is the name under which `sample` makes it.
+
+    `folder` may be a single file, which is then the split "train".
+    """
 
     name: str
     hub_name: str
@@ -37,7 +40,7 @@ class Source:
 
 
 def find_source(data: str | None, hub_name: str, config: str | None, schema: str, name: str | None) -> Source:
-    """What `--data` means. A folder is one if it exists or looks like a path."""
+    """What `--data` means. A folder or file is one if it exists or looks like a path."""
     if data == SAMPLE:
         return Source(SAMPLE, hub_name, schema, schema)
     if data is None:
@@ -45,9 +48,11 @@ def find_source(data: str | None, hub_name: str, config: str | None, schema: str
     folder = Path(data).expanduser()
     if folder.is_dir():
         return Source(name or folder.resolve().name, hub_name, None, schema, folder)
+    if folder.is_file() and folder.suffix in FORMATS:
+        return Source(name or folder.stem, hub_name, None, schema, folder)
     if data.startswith((".", "/", "~")) or data.count("/") != 1:
         raise ValueError(
-            f"--data {data!r} is neither a folder, nor a name on the Hub (as in {hub_name}), nor 'sample'."
+            f"--data {data!r} is neither a folder or file, nor a name on the Hub (as in {hub_name}), nor 'sample'."
         )
     return Source(name or data, data, config, schema)
 
@@ -73,8 +78,14 @@ def load_split(source: Source, split: str, columns: Sequence[str]) -> Dataset:
 
 def _load_files(folder: Path, split: str) -> Dataset:
     """Files named by their split: train.parquet, or train-00000-of-00002.parquet and so on."""
-    files = sorted(p for p in folder.iterdir() if p.suffix in FORMATS)
-    named = [p for p in files if p.stem == split or p.stem.startswith((f"{split}-", f"{split}."))]
+    files = [folder] if folder.is_file() else sorted(p for p in folder.iterdir() if p.suffix in FORMATS)
+    if folder.is_file() and split != "train":
+        raise ValueError(f"{folder} is one file, the split 'train'; put it into a folder beside a file for {split!r}.")
+    named = (
+        files
+        if folder.is_file()
+        else [p for p in files if p.stem == split or p.stem.startswith((f"{split}-", f"{split}."))]
+    )
     if not named:
         there = ", ".join(p.name for p in files) or "no parquet, json or csv file"
         raise ValueError(f"{folder} has no file for the split {split!r} (such as {split}.parquet); it has {there}.")
@@ -108,17 +119,20 @@ def take(examples: Dataset, most: int | None) -> Dataset:
     return examples.shuffle(seed=SUBSET_SEED).select(range(most)).flatten_indices()
 
 
-def check_texts(examples: Dataset, columns: Sequence[str], where: str) -> None:
-    """Every cell of these columns must hold a text; an empty cell of a CSV file holds none."""
+def check_texts(examples: Dataset, columns: Sequence[str], where: str, blank: bool = True) -> None:
+    """Every cell of these columns must hold a text; an empty cell of a CSV file holds none. `blank`: may be spaces."""
     for column in columns:
         cells = examples.with_format("arrow")[column]
         kind = examples.features[column]
         if getattr(kind, "dtype", None) not in ("string", "large_string") and cells.null_count < len(cells):
             raise ValueError(f"{where}: the column {column!r} holds {getattr(kind, 'dtype', kind)}, not text.")
-        if cells.null_count:
-            first = next(i for i, cell in enumerate(cells) if not cell.is_valid)
+        if cells.null_count or not blank:
+            texts = cells.to_pylist()
+            empty = [i for i, text in enumerate(texts) if text is None or not (blank or text.strip())]
+            if not empty:
+                continue
             raise ValueError(
-                f"{where}: example {first} has an empty cell in the column {column!r} ({cells.null_count} in all). "
+                f"{where}: example {empty[0]} has an empty cell in the column {column!r} ({len(empty)} in all). "
                 "Fill in the text, or remove these rows."
             )
 

@@ -11,11 +11,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import hf_rfattn
-
 from .loop import peak_memory
-from .models import load_tokenizer, read_config
+from .models import choose_length, load_tokenizer, read_config
 from .options import CommonOptions
+
+USUAL_LENGTH = 512  # of models that name no limit
+NO_LIMIT = 10**6  # tokenizers without a limit have a larger one
 
 
 def load_encoder(options: CommonOptions, pooling: str | None, normalize: bool, device: torch.device) -> Any:
@@ -54,18 +55,11 @@ def model_inside(encoder: Any) -> PreTrainedModel:
     return models[0]
 
 
-def set_length(encoder: Any, length: int | None, extend: bool) -> int:
-    """Where texts are cut, by default where the model says; with `extend` positions are repeated to reach it."""
-    limit = hf_rfattn.longest_input(encoder)
-    length = length or min(n for n in (encoder.max_seq_length, limit, 2**30) if n)
-    if limit is not None and length > limit:
-        if not extend:
-            raise ValueError(
-                f"{length} tokens are more than the {limit} positions of this model. Give --extend-positions to repeat "
-                f"them, or at most {limit} as --max-length and --document-tokens."
-            )
-        hf_rfattn.extend_positions(encoder, length, method="tile")
-    encoder.max_seq_length = length
+def set_length(encoder: Any, options: CommonOptions) -> int:
+    """Where texts are cut: what the options say, by default where the model does."""
+    own = encoder.max_seq_length
+    usual = own if own and own < NO_LIMIT else USUAL_LENGTH
+    encoder.max_seq_length = length = choose_length(encoder, options, usual)
     return length
 
 

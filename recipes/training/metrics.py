@@ -48,6 +48,18 @@ def glue(task: str, predictions: Any, references: Any) -> dict[str, float]:
     return {name: float(GLUE_METRICS[name](references, predictions)) for name in GLUE[task]}
 
 
+def text_scores(predictions: Any, references: Any, classes: bool) -> dict[str, float]:
+    """Of classes: accuracy and the mean of their F1; of numbers: correlations.
+
+    >>> text_scores([0, 1, 1], [0, 1, 0], classes=True)
+    {'accuracy': 0.6666666666666666, 'f1_macro': 0.6666666666666666}
+    """
+    if classes:
+        mean = f1_score(references, predictions, average="macro", zero_division=0.0)
+        return {"accuracy": float(accuracy_score(references, predictions)), "f1_macro": float(mean)}
+    return {name: float(GLUE_METRICS[name](references, predictions)) for name in GLUE["stsb"]}
+
+
 def perplexity(losses: Sequence[float], tokens: Sequence[int], num_bytes: int | None = None) -> dict[str, float]:
     """From the negative log-likelihood of each piece of text and its number of tokens; bits a byte do not depend on the
     tokenizer.

@@ -145,16 +145,23 @@ def mechanism_parameters(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if any(name.startswith(f"{p}.") for p in prefixes)}
 
 
-def choose_length(model: PreTrainedModel, wanted: int | None, usual: int) -> int:
-    """The length to cut at: what was asked for, which must fit, or what is usual for the task, as far as it fits."""
-    limit = hf_rfattn.longest_input(model)
+def choose_length(
+    model: PreTrainedModel, options: CommonOptions, usual: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> int:
+    """The length to cut at: what was asked for, or what is usual for the task, as far as it fits.
+
+    With --extend-positions the model, and the limit of the tokenizer, grow to what was asked for.
+    """
+    limit, wanted = hf_rfattn.longest_input(model), options.max_length
     if wanted is None:
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
-        raise ValueError(
-            f"--max-length {wanted} is more than the {limit} positions of this model. Choose at most {limit}, or give "
-            f"the model more first: hf_rfattn.extend_positions(model, {wanted}), save_pretrained, then --model."
-        )
+        if options.extend_positions is None:
+            raise ValueError(
+                f"--max-length {wanted} is more than the {limit} positions of this model. Choose at most {limit}, or "
+                "lengthen its position table with --extend-positions tile (or interpolate)."
+            )
+        hf_rfattn.extend_positions(model, wanted, options.extend_positions, tokenizer=tokenizer)
     return wanted
 
 

@@ -67,6 +67,10 @@ class CommonOptions:
     )
     data_name: str | None = described("Name of the data in result files; by default that of the folder.")
     max_length: int | None = described("Longest sequence in tokens; longer text is truncated.")
+    extend_positions: Literal["interpolate", "tile"] | None = described(
+        "Lengthen a learned position table to --max-length: 'tile' repeats it, so that short inputs give what they "
+        "gave; 'interpolate' stretches it."
+    )
     batch_size: int = described("Examples per step, over all processes.", 32)
     seed: int = described("Random seed.", 0)
     save_every: int | None = described("Steps between states that --resume can continue from.")

@@ -139,6 +139,9 @@ def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOpt
         there, expected = getattr(model.config, name, None), getattr(student.config, name, None)
         if there != expected:
             raise ValueError(f"--distill {options.distill!r}: its {name} is {there}, the student's {expected}.")
+    positions, own = hf_rfattn.longest_input(student), hf_rfattn.longest_input(model)
+    if options.extend_positions and positions and own and positions > own:
+        hf_rfattn.extend_positions(model, positions, options.extend_positions)
     model.config.use_cache = False
     return Teacher(model.to(device), options)
 
