@@ -31,7 +31,7 @@ def banded_attention(
     causal: bool = False,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention `[B, H, Lq, Dv]` over the keys at distance `bandwidth` or less, and its lse `[B, H, Lq, 1]`.
+    """out_i = Σ_{|i-j|≤W} exp(scale · q_iᵀk_j - lse_i) v_j, `[B, H, Lq, Dv]`, and lse `[B, H, Lq, 1]`, W = `bandwidth`.
 
     Keys `[B, Hkv, Lk, D]` and values `[B, Hkv, Lk, Dv]` may be more than queries `[B, H, Lq, D]`: the last query stands
     at the last key. `key_mask` `[B, Lk]`: True for keys that exist. `segments` `[B, L]`: numbers of packed sequences. A

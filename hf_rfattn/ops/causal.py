@@ -40,7 +40,8 @@ def causal_linear_attention(
     segments: tuple[Tensor, Tensor] | None = None,
     sums: Sums | None = None,
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Attention `[B, H, L, Dv]`, log d `[B, H, L, 1]`, and the sums after the last key.
+    """out_i = Σ_{j≤i} φ(x_i)ᵀφ(y_j) v_j / d_i, `[B, H, L, Dv]`; log d_i, `[B, H, L, 1]`, d_i = Σ_{j≤i} φ(x_i)ᵀφ(y_j);
+    and the sums after the last key.
 
     Query i of q `[B, H, L, D]` sees the keys j ≤ i of k `[B, Hkv, L, D]` and v `[B, Hkv, L, Dv]` and those in `sums`.
     `key_mask` `[B, L]`: True for keys that exist. `segments`: numbers of packed sequences, `[B, L]` of queries and of

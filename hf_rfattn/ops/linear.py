@@ -46,8 +46,8 @@ class Features(NamedTuple):
 class FeatureFunction(NamedTuple):
     """φ as the operators take it: a pure function of tokens and of `tensors`, which is what a feature map has learned.
 
-    Queries may be mapped up to a positive factor of each token, which quotients
-    do not see. `floor`, for signed features: the least magnitude of a denominator, a unit of weight of the keys.
+    Queries may be mapped up to a positive factor of each token, which quotients do not see. `floor`, for signed
+    features: the least magnitude of a denominator for each unit of weight of the keys.
     """
 
     map: Any  # FeatureMap
@@ -224,9 +224,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, phi_q: FeatureFunction, phi_k: FeatureFunction, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention `[B, H, Lq, Dv]` of queries `[B, H, Lq, D]` over keys `[B, Hkv, Lk, D]` and values `[B, Hkv, Lk, Dv]`.
+    """out_i = Σ_j φ(x_i)ᵀφ(y_j) v_j / Σ_j φ(x_i)ᵀφ(y_j), `[B, H, Lq, Dv]`.
 
-    `key_mask` `[B, Lk]`: True for keys that exist. O((Lq + Lk) · M · D) time.
+    Queries `[B, H, Lq, D]`, keys `[B, Hkv, Lk, D]`, values `[B, Hkv, Lk, Dv]`; `phi_q` and `phi_k` map them to M
+    features. `key_mask` `[B, Lk]`: True for keys that exist. A query that sees none gets zeros. O((Lq + Lk) · M · D)
+    time, O(L · D + M · D) memory.
     """
     if phi_q.positive and torch.is_grad_enabled():
         found = differentiate(_PositiveAttention, q, k, v, phi_q, phi_k, key_mask)

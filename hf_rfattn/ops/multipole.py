@@ -59,7 +59,7 @@ def multipole_attention(
 def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Tensor | None:
     """`[B, H or 1, L, 1]`: which tokens exist, in their new order; None if all do and tiles need no filling."""
     if seen is None:
-        if x.shape[2] % size == 0 and not traced():
+        if not traced() and x.shape[2] % size == 0:
             return None
         return torch.ones_like(x[:1, :1, :, :1], dtype=torch.bool)
     seen = seen.expand(*x.shape[:3])

@@ -159,12 +159,10 @@ def causal_multipole_attention(
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
     parts = []
-    size = block_size(q, context.keys.shape[2])
-    for start in range(0, L, size):
+    size, number = block_size(q, context.keys.shape[2]), context.low.shape[2]
+    for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
         rows = slice(start, start + size)
-        last = (
-            context.low.shape[2] if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, context.low.shape[2])
-        )
+        last = number if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, number)
         parts.append(_slab(x[:, :, :, rows], rank[:, rows], context, max(last, 1), sizes, scale))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
     return out.flatten(1, 2).to(q.dtype), context

@@ -52,7 +52,8 @@ def _has_fused_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of all parts, which are disjoint: (out, lse) from the (out, lse) of each.
+    """out = Σ_p exp(lse_p - lse) out_p with lse = log Σ_p exp lse_p: attention over the keys of all parts, which are
+    disjoint, from the out `[B, H, L, Dv]` and lse `[B, H, L, 1]` of each. O(L · Dv) a part.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> out, lse = merge(attend(q, k[:, :, :3], v[:, :, :3]), attend(q, k[:, :, 3:], v[:, :, 3:]))

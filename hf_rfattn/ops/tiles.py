@@ -42,6 +42,8 @@ def into_tiles(x: Tensor, size: int, kv_heads: int, value: float = 0.0) -> Tenso
         tiles = (F.pad(x, (0, 0, 0, missing), value=value) if missing else x).unflatten(2, (-1, size))
     if x.shape[1] != kv_heads:
         tiles = tiles.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3, 4)
+    if traced():  # whether they are contiguous depends on the length
+        return tiles.clone(memory_format=torch.contiguous_format)
     return tiles.contiguous()  # products would copy them again and again
 
 
