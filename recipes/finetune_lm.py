@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from datasets import Dataset
 from torch import Tensor
 from training.data import Source, check_texts, find_source, load_split
-from training.language import config_from_scratch, split_blocks, split_windows, tokens_of, train_tokenizer
+from training.language import (
+    config_from_scratch,
+    split_blocks,
+    split_windows,
+    tokens_of,
+    train_tokenizer,
+    window_losses,
+)
 from training.metrics import perplexity
 from training.models import (
     choose_length,
@@ -119,10 +124,7 @@ class LanguageTask(Task[LanguageOptions]):
         return with_padding(PreTrainedTokenizerFast.from_pretrained(folder))
 
     def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each window, the negative log-likelihood of the tokens that count, and their number."""
-        labels = batch["labels"][:, 1:]
-        losses = F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2).float(), labels, reduction="none")
-        return {"losses": losses.sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
+        return window_losses(outputs.logits, batch["labels"])
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
         losses, tokens = predictions["losses"].tolist(), predictions["tokens"].tolist()

@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import json
 import shutil
 import types
 
@@ -17,6 +18,7 @@ from filelock import FileLock
 from support.hub import LoopbackHub
 from support.recipes import environment, run_apart, run_here
 from training import sample
+from training.messages import errors_as_messages
 from training.options import RunOptions
 from training.output import LOCK
 
@@ -231,3 +233,16 @@ def test_two_runs_in_one_folder(bert, tmp_path, capsys):
     with FileLock(folder / LOCK):
         assert "Another run is writing to" in refused(capsys, SNLI, folder, **options, resume=True)
     assert run_here(*SNLI, output=str(folder), **options, resume=True)["steps_done"] == 4
+
+
+def test_errors_of_libraries_say_how_to_see_more(capsys, monkeypatch):
+    def library():
+        with errors_as_messages():
+            json.loads("{")
+
+    with pytest.raises(SystemExit):
+        library()
+    assert "Set HF_RFATTN_TRACEBACK=1" in capsys.readouterr().err
+    monkeypatch.setenv("HF_RFATTN_TRACEBACK", "1")
+    with pytest.raises(json.JSONDecodeError):
+        library()

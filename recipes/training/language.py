@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
@@ -54,6 +57,13 @@ def split_windows(tokens: np.ndarray, length: int, stride: int) -> Dataset:
         if counted == len(tokens):
             break
     return Dataset.from_dict(rows)
+
+
+def window_losses(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Of each window, the negative log-likelihood of the tokens that count, and their number."""
+    labels = labels[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels, reduction="none")
+    return {"losses": losses.sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
 
 
 def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:

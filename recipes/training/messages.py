@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 WRONG, INTERRUPTED = 2, 130  # exit codes
+TRACEBACK = "HF_RFATTN_TRACEBACK"  # an environment variable: errors are then shown in full
 USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError)
 
 
@@ -37,11 +38,22 @@ def errors_as_messages(output: Path | None = None) -> Iterator[None]:
     except Exception as error:
         if disk_is_full(error, output or Path()):
             say(f"The disk of {output or 'the output'} is full. Make room, then run again with --resume.")
-        elif isinstance(error, USER_ERRORS):
-            say(str(error))
+        elif isinstance(error, USER_ERRORS) and not os.environ.get(TRACEBACK):
+            say(str(error) if _is_ours(error) else f"{error} (Set {TRACEBACK}=1 to see where this comes from.)")
         else:
             raise
         sys.exit(WRONG)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it was raised in this package or its recipes, whose messages say what to do."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return True
+    place = Path(traceback.tb_frame.f_code.co_filename)
+    return Path(__file__).parents[1] in place.parents or "hf_rfattn" in place.parts
 
 
 @contextmanager

@@ -1,0 +1,284 @@
+"""Measure a pretrained decoder by context length with several kinds of attention: perplexity, speed and cache size.
+
+python recipes/evaluate_lm.py --model ./my-llama --attention softmax,fmm --lengths 512 1024 --transfer-steps 200
+"""
+
+import training.messages  # noqa: F401  # isort: skip
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+from training.data import Source, check_texts, find_source, fingerprint, load_split
+from training.evaluation import as_document
+from training.language import split_blocks, split_windows, tokens_of, window_losses
+from training.messages import errors_as_messages
+from training.metrics import perplexity
+from training.models import (
+    attention_of,
+    choose_length,
+    collator,
+    first_paragraph,
+    load_tokenizer,
+    mechanism_parameters,
+    read_config,
+    set_attention,
+)
+from training.options import CommonOptions, described, parse_options
+from training.order import TrainingOrder
+from training.output import RESULT
+from training.session import Session, in_session
+from training.teaching import Inputs, model_inputs, transfer, transfer_document
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+import hf_rfattn
+from hf_rfattn.bench.decode import cache_bytes
+from hf_rfattn.bench.timing import synchroniser
+from hf_rfattn.results import SOFTMAX, STAGES, Metric, Table, in_bytes, print_blocks, rounded, write_result
+
+REPETITIONS = 3  # of the prefill, after one that is not counted
+MEASURED_ON = 2  # blocks on which errors of attention transfer are measured
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(CommonOptions):
+    attention: str | None = described(
+        "'softmax' or mechanisms, several with commas: softmax,fmm. By default the model stays as it is."
+    )
+    lengths: list[int] = field(
+        default_factory=lambda: [512, 1024, 2048], metadata={"help": "Context lengths in tokens."}
+    )
+    data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
+    text_column: str = described("Column of the text.", "text")
+    split: str = described("The split to evaluate on.", "test")
+    max_tokens: int | None = described("Evaluate on so many tokens, from the beginning.")
+    new_tokens: int = described("Tokens to generate at the end of each context, for their time.", 16)
+
+    transfer_steps: int = described("Also measure after so many steps of attention transfer.", 0)
+    transfer_split: str = described("The split to learn from.", "train")
+    transfer_length: int | None = described("Length of the blocks to learn from. Default: the smallest of --lengths.")
+    transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
+    batch_size: int = described("Blocks per step of attention transfer.", 4)
+
+    def __post_init__(self) -> None:
+        self.lengths = sorted(set(self.lengths))
+        super().__post_init__()
+        if self.model is None:
+            raise ValueError("--model is missing: a decoder's folder, or its name on the Hub.")
+        if self.push_to_hub or self.save_every:
+            raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
+        if self.new_tokens < 1 or not self.lengths or self.lengths[0] <= self.new_tokens + 1:
+            raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1, which must be at least 1.")
+        if self.max_length not in (None, self.lengths[-1]):
+            raise ValueError("--max-length is the largest of --lengths; leave it out.")
+        self.max_length = self.lengths[-1]
+        if self.max_tokens is not None and self.max_tokens < self.lengths[-1]:
+            raise ValueError(f"--max-tokens {self.max_tokens} is less than one context of {self.lengths[-1]} tokens.")
+        mechanisms = [name for name in self.kinds if name not in (None, SOFTMAX)]
+        if (self.attention_options or self.layers) and len(mechanisms) != 1:
+            raise ValueError("--attention-options and --layers need exactly one mechanism in --attention.")
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """Each kind of attention once, in the order given; None: as the model is."""
+        return [None] if self.attention is None else list(dict.fromkeys(self.attention.split(",")))
+
+
+def evaluate(options: EvaluateOptions) -> Path:
+    """From the options to the result file; returns its path."""
+    return in_session(options, "bench lm", partial(measure, options=options))
+
+
+def measure(session: Session, options: EvaluateOptions) -> None:
+    if session.accelerator.num_processes > 1:
+        raise ValueError("evaluate_lm.py measures speed and runs in one process; start it with python.")
+    for kind in options.kinds:
+        if kind not in (None, SOFTMAX):
+            hf_rfattn.resolve_config(str(kind))  # an unknown name is told before anything is loaded
+    tokenizer = load_tokenizer(options)
+    model = load_decoder(options).to(session.accelerator.device).eval()
+    choose_length(model, options, options.lengths[-1], tokenizer)
+    source = find_source(options.data, "Salesforce/wikitext", options.data_config, "wikitext", options.data_name)
+    texts = {options.split: load_text(source, options.split, options)}
+    tokens = tokens_of(texts[options.split], tokenizer)[: options.max_tokens]
+    if len(tokens) < options.lengths[-1]:
+        raise ValueError(
+            f"{source.name}, split {options.split!r}, has {len(tokens)} tokens, less than a context of "
+            f"{options.lengths[-1]}. Give a longer text, or smaller --lengths."
+        )
+    inputs = None
+    if options.transfer_steps:
+        texts[options.transfer_split] = load_text(source, options.transfer_split, options)
+        inputs = transfer_inputs(session, options, tokens_of(texts[options.transfer_split], tokenizer), tokenizer)
+    session.open_output()
+    cells: list[dict[str, Any]] = []
+    kinds: dict[str, Any] = {}
+    transfers: dict[str, Any] = {}
+    for kind in options.kinds:
+        if kind is not None:
+            hf_rfattn.unpatch_model(model)
+            own = {} if kind != SOFTMAX else {"attention_options": [], "layers": None}
+            set_attention(model, dataclasses.replace(options, attention=kind, **own))
+        name = kind or hf_rfattn.attention_label(attention_of(model))
+        kinds[name] = attention_of(model)
+        cells += measure_lengths(session, model, tokens, options, name, STAGES[0])
+        if inputs is not None and mechanism_parameters(model):
+            done = teach(model, inputs, options)
+            session.say(str(done))
+            transfers[name] = transfer_document(done, options.batch_size)
+            cells += measure_lengths(session, model, tokens, options, name, STAGES[1])
+        elif inputs is not None and name != SOFTMAX:
+            session.say(f"{name} has no parameters to teach: measured without attention transfer.")
+    found = {
+        "attention": kinds,
+        "dataset": source.document(", ".join(texts), fingerprint(texts)),
+        "lengths": options.lengths,
+        "tokens": len(tokens),
+        "new_tokens": options.new_tokens,
+        "repetitions": REPETITIONS,
+        "threads": torch.get_num_threads(),
+        "transfer": transfers or None,
+        "cells": cells,
+        "options": dataclasses.asdict(options),
+    }
+    write_result({**session.document, **found}, session.output / RESULT)
+    print_blocks([table(cells, f"{session.document['model']} on {source.name}")], Console())
+    session.say(f"Written: {session.output / RESULT}")
+
+
+def load_decoder(options: EvaluateOptions) -> PreTrainedModel:
+    """In float32, with the head of a language model."""
+    config = read_config("--model", str(options.model))
+    try:
+        return AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{options.model!r} is no decoder that can be read: {first_paragraph(error)}") from error
+
+
+def load_text(source: Source, split: str, options: EvaluateOptions) -> Any:
+    lines = load_split(source, split, [options.text_column])
+    check_texts(lines, [options.text_column], f"{source.name}, split {split!r}")
+    return lines.rename_columns({options.text_column: "text"})
+
+
+def transfer_inputs(
+    session: Session, options: EvaluateOptions, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase
+) -> Inputs:
+    """Blocks of the training text, the last of which are kept for the errors that are reported."""
+    rows = split_blocks(tokens, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
+    if len(rows) < options.batch_size + MEASURED_ON:
+        raise ValueError(
+            f"The text to learn from has {len(rows)} block(s); --batch-size {options.batch_size} and {MEASURED_ON} to "
+            "measure on are needed. Give more text, a smaller --batch-size or a smaller --transfer-length."
+        )
+    order = TrainingOrder(len(rows) - MEASURED_ON, options.batch_size, options.seed)
+    return Inputs(rows, collator(tokenizer), order, session.accelerator)
+
+
+def teach(model: PreTrainedModel, inputs: Inputs, options: EvaluateOptions) -> hf_rfattn.Conversion:
+    held_out = list(range(len(inputs.rows) - MEASURED_ON, len(inputs.rows)))
+    done = transfer(
+        model,
+        inputs,
+        {"learning_rate": options.transfer_learning_rate},
+        steps=options.transfer_steps,
+        measure=model_inputs(inputs.rows, inputs.collate, held_out),
+    )
+    model.eval()
+    return done
+
+
+def measure_lengths(
+    session: Session, model: PreTrainedModel, tokens: np.ndarray, options: EvaluateOptions, name: str, stage: str
+) -> list[dict[str, Any]]:
+    """A cell for each context length."""
+    cells = []
+    for length in options.lengths:
+        metrics = as_document(score(model, tokens, length))
+        speed = measure_speed(model, tokens[:length], options.new_tokens)
+        cells.append({"attention": name, "stage": stage, "length": length, "metrics": metrics, **speed})
+        session.say(f"{name}, {stage}, {length} tokens: perplexity {metrics['perplexity']['value']:.4f}")
+    return cells
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Metric]:
+    """Every token but the first is predicted once, from at most `length` - 1 tokens before it."""
+    losses, counts = [], []
+    for row in split_windows(tokens, length, length - 1):
+        ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
+        found = window_losses(model(input_ids=ids, use_cache=False).logits, labels)
+        losses.append(float(found["losses"]))
+        counts.append(int(found["tokens"]))
+    values = perplexity(losses, counts)
+    return {name: Metric(value, sum(counts), lower_is_better=True) for name, value in values.items()}
+
+
+@torch.no_grad()
+def measure_speed(model: PreTrainedModel, tokens: np.ndarray, new_tokens: int) -> dict[str, Any]:
+    """Prefill of a context and greedy decoding after it, to as many tokens as are given; medians."""
+    ids = torch.tensor(tokens, device=model.device)[None]
+    prompt = ids[:, : ids.shape[1] - new_tokens]
+    prefills = []
+    for _ in range(1 + REPETITIONS):
+        cache = DynamicCache(config=model.config)
+        seconds, token = timed(model.device, partial(next_token, model, prompt, cache))
+        prefills.append(seconds)
+    steps = []
+    for _ in range(new_tokens):
+        seconds, token = timed(model.device, partial(next_token, model, token, cache))
+        steps.append(seconds)
+    return {
+        "prefill_tokens": prompt.shape[1],
+        "prefill_tokens_per_second": rounded(prompt.shape[1] / statistics.median(prefills[1:])),
+        "ms_per_token": rounded(1000 * statistics.median(steps)),
+        "cache_bytes": cache_bytes(cache),
+    }
+
+
+def next_token(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
+    """[1, 1]; the cache grows."""
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+
+def timed(device: torch.device, run: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    wait = synchroniser(device)
+    wait()
+    started = time.perf_counter()
+    found = run()
+    wait()
+    return time.perf_counter() - started, found
+
+
+def table(cells: list[dict[str, Any]], title: str) -> Table:
+    """A row for each cell, with its perplexity relative to softmax at the same length."""
+    softmax = {c["length"]: c["metrics"]["perplexity"]["value"] for c in cells if c["attention"] == SOFTMAX}
+    headings = ["attention", "context", "perplexity", "× softmax", "prefill tokens/s", "ms/token", "cache"]
+    rows = []
+    for cell in cells:
+        value, length = cell["metrics"]["perplexity"]["value"], cell["length"]
+        rows.append([
+            cell["attention"] + (f", {STAGES[1]}" if cell["stage"] == STAGES[1] else ""),
+            f"{length:,}",
+            f"{value:.4g}",
+            f"{value / softmax[length]:.3f}" if length in softmax else "–",
+            f"{cell['prefill_tokens_per_second']:,.0f}",
+            f"{cell['ms_per_token']:.4g}",
+            in_bytes(cell["cache_bytes"]),
+        ])  # fmt: skip
+    return Table(title, headings, rows)
+
+
+if __name__ == "__main__":
+    with errors_as_messages():
+        parsed = parse_options(EvaluateOptions, description=__doc__)
+    evaluate(parsed)

@@ -1,0 +1,127 @@
+"""evaluate_lm.py: perplexity, speed and cache of a tiny decoder by context length."""
+
+import json
+
+import evaluate_lm
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from support.recipes import forget_processes, make_gpt2
+from training import sample
+
+import hf_rfattn
+
+LENGTHS = [16, 32]
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    return make_gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for split, count in (("train", 200), ("test", 12)):
+        Dataset.from_list(sample.make("wikitext", "train")[:count]).to_parquet(folder / f"{split}.parquet")
+    return str(folder)
+
+
+def measure(model, data, output, **fields):
+    given = {"lengths": LENGTHS, "new_tokens": 3, **fields}
+    forget_processes()
+    try:
+        return json.loads(
+            evaluate_lm.evaluate(
+                evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
+            ).read_text()
+        )
+    finally:
+        forget_processes()
+
+
+def by_place(result):
+    return {(c["attention"], c["stage"], c["length"]): c for c in result["cells"]}
+
+
+def test_every_attention_at_every_length(gpt2, texts, tmp_path, capsys):
+    kinds = "softmax,hedgehog,linear"
+    result = measure(gpt2, texts, tmp_path / "out", attention=kinds, transfer_steps=12, transfer_learning_rate=0.05)
+    cells = by_place(result)
+    stages = [("softmax", "before training"), ("hedgehog", "before training"), ("hedgehog", "after transfer")]
+    stages.append(("linear", "before training"))  # has nothing to teach
+    assert list(cells) == [(*stage, length) for stage in stages for length in LENGTHS]
+    for cell in cells.values():
+        assert cell["metrics"]["perplexity"]["n"] == result["tokens"] - 1  # each token once, whatever the length
+        assert cell["prefill_tokens"] == cell["length"] - 3
+        assert cell["prefill_tokens_per_second"] > 0 and cell["ms_per_token"] > 0
+    error = result["transfer"]["hedgehog"]["error"]
+    assert all(a < b for a, b in zip(error["after"], error["before"], strict=True))
+    assert result["kind"] == "bench lm" and result["attention"]["softmax"] == "softmax"
+    said = capsys.readouterr()
+    table = evaluate_lm.table(result["cells"], "a title")
+    assert [row[0] for row in table.rows[::2]] == ["softmax", "hedgehog", "hedgehog, after transfer", "linear"]
+    assert [row[3] for row in table.rows[:2]] == ["1.000", "1.000"]
+    assert "perplexity" in said.out and "linear has no parameters to teach" in said.err
+    for length in LENGTHS:  # keys and values of two layers of size 64 in float32
+        assert cells["softmax", "before training", length]["cache_bytes"] == 2 * 2 * 64 * length * 4
+    constant = {cells["linear", "before training", length]["cache_bytes"] for length in LENGTHS}
+    assert len(constant) == 1
+
+
+def test_perplexity_is_that_of_the_model(gpt2, texts, tmp_path):
+    """Against the loss of the model itself, patched alike, on the same text."""
+    cells = by_place(measure(gpt2, texts, tmp_path, attention="softmax,favor+", lengths=[40], max_tokens=40, seed=3))
+    model = transformers.AutoModelForCausalLM.from_pretrained(gpt2).eval()
+    words = transformers.AutoTokenizer.from_pretrained(gpt2)
+    text = "".join(row["text"] for row in sample.make("wikitext", "train")[:12])
+    ids = words(text, return_tensors="pt")["input_ids"][:, :40]
+    for name in ("softmax", "favor+"):
+        if name != "softmax":
+            hf_rfattn.patch_model(model, name, seed=3)
+        with torch.no_grad():
+            loss = float(model(input_ids=ids, labels=ids).loss)
+        assert cells[name, "before training", 40]["metrics"]["loss"]["value"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        measure(gpt2, texts, tmp_path / "out", lengths=[80])
+    assert "--max-length 80 is more than the 64 positions" in capsys.readouterr().err
+    result = measure(gpt2, texts, tmp_path / "out", lengths=[64, 80], extend_positions="tile")
+    assert [cell["length"] for cell in result["cells"]] == [64, 80]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
+        ({"lengths": [60], "split": "train", "max_tokens": 60, "data": "sample", "model": "./nowhere"}, "'./nowhere'"),
+        ({"split": "dev"}, "no file for the split 'dev'"),
+        ({"text_column": "txt"}, "has no column 'txt'"),
+        ({"transfer_steps": 2, "batch_size": 10**6, "attention": "hedgehog"}, "smaller --batch-size"),
+    ],
+)
+def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
+    given = {"model": gpt2, "data": texts, **fields}
+    with pytest.raises(SystemExit) as stop:
+        measure(given.pop("model"), given.pop("data"), tmp_path / "out", **given)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": None}, "--model is missing"),
+        ({"lengths": [8]}, "must be above --new-tokens 16"),
+        ({"max_tokens": 100, "lengths": [512]}, "--max-tokens 100 is less than one context"),
+        ({"max_length": 100}, "largest of --lengths"),
+        ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "exactly one mechanism"),
+        ({"push_to_hub": "me/it"}, "saves no model"),
+    ],
+)
+def test_options(fields, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_lm.EvaluateOptions(**{"model": "m", **fields})
