@@ -99,9 +99,10 @@ $(VENV)/.base: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]'
 	touch $@
 
-# A test loads a model with lm-eval, which needs none of the twenty packages that come with it to compute metrics.
+# A test loads a model with lm-eval, which needs one of the twenty packages that come with it to compute metrics.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[dev,recipes]'
+	$(PIP) install -c $(VENV)/constraints.txt requests
 	$(PIP) install -c $(VENV)/constraints.txt --no-deps lm-eval
 	touch $(VENV)/.base $@
 

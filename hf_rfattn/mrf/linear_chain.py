@@ -29,6 +29,7 @@ from torch import Generator, Tensor
 
 from ..features import FeatureMap, PositiveFeatures
 from ..features.maps import RandomFeatures
+from ..ops import Features
 from .products import Factors, ScaledMatrix, SignedLog, exact_step, largest, tree_product
 
 Method = Literal["serial", "matrices", "tree"]
@@ -366,7 +367,7 @@ class LinearChainMRF:
             )
         source, target = (e.expand(draws, -1, -1),) * 2 if e.dim() == 2 else (e[:-1], e[1:])
         queries, keys = features("query").exactly(source.unsqueeze(0)), features("key").exactly(target.unsqueeze(0))
-        return Factors.of(queries.map(lambda x: x[0]), keys.map(lambda x: x[0]))
+        return Factors.of(*(Features(*(None if x is None else x[0] for x in f)) for f in (queries, keys)))  # type: ignore[arg-type]
 
 
 def _positive(z: SignedLog) -> Tensor:

@@ -306,7 +306,7 @@ class _PositiveAttention(torch.autograd.Function):
         q, k, v, phi_q, phi_k, key_mask = arguments
         dtype, heads, kv_heads = mass.dtype, q.shape[1], k.shape[1]
         queries, keys = FeatureGradients(phi_q), FeatureGradients(phi_k)
-        dq, dk, dv = [], [], []
+        dq, dk, dv = Filled(q), Filled(k), Filled(v)
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(mass)
         size = block_size(q, phi_q.size)
         for x, g, o in zip(*(z.split(size, dim=2) for z in (q, gradient, out)), strict=True):
@@ -315,22 +315,34 @@ class _PositiveAttention(torch.autograd.Function):
             d_logs = (g @ mean.mT).sub_(torch.linalg.vecdot(g, o).unsqueeze(-1)).mul_(weights)
             d_mean += weights.mT @ g
             d_mass += d_logs.sum(-2, keepdim=True)
-            dq.append(queries.pull(regroup(d_logs, heads)))
+            dq.put(queries.pull(regroup(d_logs, heads)))
         shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
         size = block_size(k, phi_k.size, least=phi_k.size)
         masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
         for y, u, mask in zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False):
             weights = exp_of_difference(keys.logs(y, mask), mass)
             d_logs = (u.to(dtype) @ d_mean.mT).sub_(shift).mul_(weights)
-            dv.append((weights @ d_mean).to(v.dtype))
-            dk.append(keys.pull(d_logs))
-        d_tokens = joined(dq) if queries.used else None, joined(dk) if keys.used else None
-        return None, *tree_leaves((*d_tokens, joined(dv), queries.found(), keys.found(), None))
+            dv.put(weights @ d_mean)
+            dk.put(keys.pull(d_logs))
+        d_tokens = dq.whole if queries.used else None, dk.whole if keys.used else None
+        return None, *tree_leaves((*d_tokens, dv.whole, queries.found(), keys.found(), None))
 
 
-def joined(blocks: list[Tensor]) -> Tensor:
-    """The whole sequence again."""
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
+class Filled:
+    """A tensor like another one that is filled block by block; one block that is all of it is not copied."""
+
+    def __init__(self, like: Tensor):
+        self.like, self.whole, self.stop = like, like, 0
+
+    def put(self, block: Tensor) -> None:
+        """The next positions."""
+        start, self.stop = self.stop, self.stop + block.shape[2]
+        if block.shape[2] == self.like.shape[2]:
+            self.whole = block.to(self.like.dtype)
+            return
+        if start == 0:
+            self.whole = torch.empty_like(self.like)
+        self.whole[:, :, start : self.stop] = block
 
 
 class FeatureGradients:
