@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         MechanismConfig,
         build_mechanism,
         mechanism_names,
+        parse_attention,
         register_mechanism,
         resolve_config,
     )
@@ -68,6 +69,7 @@ __all__ = [
     "longest_input",
     "mechanism_names",
     "mechanism_names_in",
+    "parse_attention",
     "patch_model",
     "publish",
     "redraw",
@@ -100,6 +102,7 @@ _HOMES = {
         "build_mechanism",
         "mechanism_names",
         "register_mechanism",
+        "parse_attention",
         "resolve_config",
     ],
     "mechanisms.average": ["AverageConfig"],

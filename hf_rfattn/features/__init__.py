@@ -1,12 +1,12 @@
 """Feature maps, the random projections they draw, and the kernels they stand for."""
 
+from .fourier import FourierFeatures
 from .kernels import KERNELS, kernel_matrix
 from .learned import HedgehogFeatures, LearnedPositiveFeatures
 from .maps import (
     ConstantFeatures,
     EluFeatures,
     FeatureMap,
-    FourierFeatures,
     PositiveFeatures,
     ReluFeatures,
     TanhFeatures,

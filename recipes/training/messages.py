@@ -3,9 +3,7 @@
 Scripts import this first, so that it holds for Ctrl-C while everything else is loading.
 """
 
-import errno
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +34,8 @@ def errors_as_messages(output: Path | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        from hf_rfattn.results.folders import disk_is_full
+
         if disk_is_full(error, output or Path()):
             say(f"The disk of {output or 'the output'} is full. Make room, then run again with --resume.")
         elif isinstance(error, USER_ERRORS) and not os.environ.get(TRACEBACK):
@@ -65,14 +65,6 @@ def script(hint: str = "") -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         say_interrupted(interrupt, hint)
         sys.exit(INTERRUPTED)
-
-
-def disk_is_full(error: BaseException, folder: Path) -> bool:
-    """Whether this is why writing to a folder failed; torch and safetensors each have an error of their own for it."""
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
-        return True
-    there = next(place for place in [folder.resolve(), *folder.resolve().parents] if place.exists())
-    return shutil.disk_usage(there).free < 2**20
 
 
 def _hook(kind: Any, error: BaseException, traceback: Any) -> None:

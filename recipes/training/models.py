@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 import hf_rfattn
 
-from .options import CommonOptions, RunOptions, mechanism_options
+from .options import CommonOptions, RunOptions
 
 
 def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
@@ -121,10 +121,9 @@ def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
         return
-    given = mechanism_options(options.attention_options)
-    if getattr(options, "redraw_every", None) and given.get("redraw_interval"):
+    config = hf_rfattn.parse_attention(options.attention, options.attention_options)
+    if getattr(options, "redraw_every", None) and getattr(config, "redraw_interval", None):
         raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
-    config = hf_rfattn.resolve_config({"mechanism": options.attention, **given})
     hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
 
 

@@ -236,26 +236,6 @@ def assignments(options: Mapping[str, Any]) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in options.items()]
 
 
-def mechanism_options(words: Sequence[str]) -> dict[str, Any]:
-    """The same read again: values in JSON or plain text.
-
-    >>> mechanism_options(["normalizer=joint", "bandwidth=8"])
-    {'normalizer': 'joint', 'bandwidth': 8}
-    """
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise ValueError(f"{word!r} is not an option; write NAME=VALUE, for example num_features=128.")
-        if name in found:
-            raise ValueError(f"{name!r} is given twice.")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
-
-
 def did_you_mean(word: str, names: Sequence[str]) -> str:
     """A hint at the name that was meant, if one is near: the one with these initials, or the most similar.
 

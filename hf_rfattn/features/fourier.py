@@ -1,0 +1,101 @@
+"""Random Fourier features, which are signed."""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import Features
+from .kernels import KERNELS
+from .maps import SIGNED_FLOOR, RandomFeatures, Role, per_head_product, per_query_head
+from .projections import Projection
+
+TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys starts
+
+
+class FourierFeatures(RandomFeatures):
+    """Random Fourier features of a shift-invariant kernel: signed.
+
+    `form="sincos"`: φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx] with R = num_features / 2 frequencies; `form="cos"`: φ(x) =
+    (2/M)^(1/2) cos(ωᵀx + b), b uniform on [0, 2π]. With `normalize_qk`, x becomes τ^(1/2) x/|x|, τ learned per key
+    head; without it the Gaussian kernel gets the factors exp(|x|²/2) exp(|y|²/2) that make it exp(xᵀy).
+    """
+
+    positive = False
+    log_features = False
+    phase: Tensor
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        num_features: int,
+        head_dim: int,
+        seed: tuple[int, ...],
+        *,
+        kernel: str = "gaussian",
+        projection: Projection = "orthogonal",
+        hadamard_blocks: int = 3,
+        form: Literal["sincos", "cos"] = "sincos",
+        normalize_qk: bool = True,
+        redraw_interval: int | None = None,
+    ):
+        rows = num_features if form == "cos" else num_features // 2
+        super().__init__(num_kv_heads, rows, head_dim, seed, projection, hadamard_blocks, redraw_interval)
+        self.num_features = num_features
+        self.kernel = kernel
+        self.form = form
+        self.normalize_qk = normalize_qk
+        if form == "cos":
+            self.register_buffer("phase", torch.empty(num_kv_heads, rows))
+        if normalize_qk:
+            self.log_temperature = nn.Parameter(torch.empty(num_kv_heads))
+        self.reset_parameters()
+
+    def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
+        draw = KERNELS[self.kernel].frequencies
+        if draw is None:
+            buffers = super().sample(generator)
+        else:
+            buffers = {"projection": draw(tuple(self.projection.shape), generator)}
+        if self.form == "cos":
+            shape = tuple(self.phase.shape)
+            buffers["phase"] = 2 * math.pi * torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return buffers
+
+    def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
+        return self.projection, getattr(self, "phase", None), getattr(self, "log_temperature", None)
+
+    def features(
+        self, x: Tensor, role: str, scale: float, weight: Tensor, phase: Tensor | None, log_temperature: Tensor | None
+    ) -> Features:
+        heads = x.shape[1]
+        if log_temperature is not None:
+            root = torch.exp(log_temperature.to(x.dtype) / 2)[:, None, None]
+            x, scale = F.normalize(x, dim=-1) * per_query_head(root, heads), 1.0
+        angle = per_head_product(x, weight, scale)
+        if phase is not None:
+            factor = torch.cos(angle + per_query_head(phase.to(x.dtype).unsqueeze(1), heads))
+        else:
+            factor = torch.cat([torch.sin(angle), torch.cos(angle)], dim=-1)
+        factor = factor * (2 / self.num_features) ** 0.5
+        if self.kernel == "gaussian" and not self.normalize_qk:
+            return Features(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * (scale**2 / 2), factor)
+        return Features(torch.zeros_like(x[..., :1]), factor)
+
+    def floor(self) -> Tensor:
+        """With unit queries and keys, the least the exact kernel can be (at distance 2 τ^(1/2)), or what noise cannot
+        resolve.
+        """
+        if not self.normalize_qk:
+            return torch.full((1, 1, 1), SIGNED_FLOOR, device=self.projection.device)
+        log = self.log_temperature.detach()
+        temperature = torch.exp(log.to(torch.promote_types(log.dtype, torch.float32)))[:, None, None]
+        return KERNELS[self.kernel].least(4 * temperature, self.projection.shape[-1]).clamp(min=SIGNED_FLOOR)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.normalize_qk:
+            self.log_temperature.fill_(math.log(TEMPERATURE))
