@@ -342,7 +342,8 @@ def test_claims_about_a_real_model():
         pytest.skip("the demo model is not installed")
     result = studies.run("heads", model="demo", tokens=256, features=(64,))
     mean = {label: sum(values) / len(values) for label, values in result["layers"].items()}
-    assert min(mean, key=mean.get) == "fmm 64, joint, edges exact"
+    assert min(mean, key=mean.get).startswith("multipole")
+    assert mean["fmm 64, joint, edges exact"] < min(mean["band 64"], mean["average"])
     assert mean["favor+, M = 64"] > mean["average"] and mean["favor++, M = 64"] > mean["average"]
     near = [h for h in result["heads"] if h["kind"] == "near"]
     assert 10 < len(near) < 36
