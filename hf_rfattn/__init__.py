@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         extend_positions,
         patch_model,
         redraw,
+        shard_sequence,
         unpatch_model,
     )
     from .integration.reading import longest_input
@@ -75,6 +76,7 @@ __all__ = [
     "redraw",
     "register_mechanism",
     "resolve_config",
+    "shard_sequence",
     "unpatch_model",
     "write_card",
 ]
@@ -93,6 +95,7 @@ _HOMES = {
         "extend_positions",
         "patch_model",
         "redraw",
+        "shard_sequence",
         "unpatch_model",
     ],
     "integration.reading": ["longest_input"],

@@ -7,6 +7,7 @@ from .patching import patch_model, unpatch_model
 from .positions import extend_positions
 from .redraw import keep_draws_when_averaging, redraw
 from .selection import AttentionChoice, choose_attention
+from .sharding import shard_sequence
 
 register()
 install()
@@ -21,5 +22,6 @@ __all__ = [
     "extend_positions",
     "patch_model",
     "redraw",
+    "shard_sequence",
     "unpatch_model",
 ]

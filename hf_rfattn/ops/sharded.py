@@ -8,7 +8,7 @@ Collectives have gradients, which are their adjoints: those of the sum of what a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -41,6 +41,10 @@ class Part:
     def start(self) -> int:
         """The first position of this part."""
         return self.rank * self.length
+
+    def of(self, causal: bool) -> "Part":
+        """The same for attention of this kind: sequences are packed for causal attention alone."""
+        return self if causal or self.segments is None else replace(self, segments=None)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This part of something that has all positions."""
