@@ -14,13 +14,13 @@ from hf_rfattn.results import (
     Table,
     as_html,
     as_markdown,
+    in_bytes,
     number,
     times,
     write_images,
     write_result,
 )
 from hf_rfattn.results.report import DASH
-from hf_rfattn.results.units import in_bytes
 
 from .figures import crossover, pareto
 
