@@ -62,8 +62,8 @@ from .schema import (
 __all__ = [
     "CONTROLS", "DASH", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block",
     "Bullets", "Heading", "Image", "Metric", "Paragraph", "Result", "SpeedResult", "Table", "TaskResult",
-    "TransferResult", "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware", "in_bytes",
-    "load_average", "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result",
+    "TransferResult", "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware",
+    "in_bytes", "load_average", "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result",
     "print_blocks", "read_result", "read_results", "results_fingerprint", "rounded", "si", "times", "weight_files",
     "without_folders", "write_images", "write_result", "write_whole",
 ]  # fmt: skip
