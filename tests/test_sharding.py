@@ -226,14 +226,14 @@ def other_models():
     tokens = torch.randint(2, 50, (2, 37), generator=torch.Generator().manual_seed(0))
     tokens[1, 35:] = 1
     inputs = {"input_ids": tokens, "attention_mask": (tokens != 1).long()}
-    labels = {"labels": tokens % 5}
+    labels, classes = {"labels": tokens % 5}, {"labels": tokens[:, 0] % 2}
     for cls, config, targets in [
         (transformers.RobertaForQuestionAnswering, transformers.RobertaConfig(**sizes), spans),
         (transformers.RobertaForTokenClassification, transformers.RobertaConfig(**sizes, num_labels=5), labels),
         (transformers.DistilBertForMaskedLM, transformers.DistilBertConfig(**sizes), {"labels": tokens}),
-        (transformers.ElectraForSequenceClassification, transformers.ElectraConfig(**sizes), {"labels": tokens[:, 0] % 2}),
+        (transformers.ElectraForSequenceClassification, transformers.ElectraConfig(**sizes), classes),
         (transformers.AlbertModel, transformers.AlbertConfig(**sizes), {}),
-        (transformers.GPTNeoXForSequenceClassification, transformers.GPTNeoXConfig(**sizes), {"labels": tokens[:, 0] % 2}),
+        (transformers.GPTNeoXForSequenceClassification, transformers.GPTNeoXConfig(**sizes), classes),
         (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**sizes, num_key_value_heads=2), {"labels": tokens}),
     ]:  # fmt: skip
         torch.manual_seed(0)
@@ -259,7 +259,7 @@ def mesh_of_two_dimensions(wrap):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     whole = patched("llama", "fmm").train()
     single = copy.deepcopy(whole)
-    with pytest.raises(ValueError, match="dp.*cp"):
+    with pytest.raises(ValueError, match=r"dp.*cp"):
         hf_rfattn.shard_sequence(whole, mesh)
     hf_rfattn.shard_sequence(whole, mesh["cp"])
     if wrap == "ddp":
@@ -354,5 +354,5 @@ def die_or_fail():
 
 def test_a_process_that_dies_ends_the_others():
     group = Ranks(2, seconds=20)
-    with pytest.raises(AssertionError, match="^rank 1: it has ended$"):
+    with pytest.raises(AssertionError, match=r"^rank 1: it has ended$"):
         group(die_or_fail)

@@ -223,7 +223,12 @@ def rf_attention_forward(
     recurrent, length = isinstance(cache_layer, RecurrentLayer), key.shape[2]
     if recurrent:  # the mask is that of all tokens so far
         length = cache_layer.seen + length if cache_layer.static_length is None else cache_layer.static_length
-    pattern = _pattern(module, attention_mask, query.shape[2] == 1 and part is None, key.shape[0], length, kwargs)
+    if attention_mask is None:
+        pattern: Pattern | None = _without_mask(module, kwargs.get("is_causal"))
+        if query.shape[2] == 1 and part is None:  # it sees all
+            pattern = Pattern(None, None, False)
+    else:
+        pattern = read_mask(attention_mask, key.shape[0], length) if attention_mask.ndim == 4 else None
     if pattern is None or (recurrent and attention_mask is not None and attention_mask.dtype != torch.int8):
         _refuse_mask(module, attention_mask, recurrent)
     key_mask, segments, causal = pattern  # type: ignore[misc]
@@ -238,13 +243,9 @@ def rf_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _pattern(module, mask: Tensor | None, one: bool, batch: int, length: Any, kwargs: dict) -> Pattern | None:
-    """What a mask says of the keys; `one`: without a mask, a single query sees them all."""
-    if mask is not None:
-        return read_mask(mask, batch, length) if mask.ndim == 4 else None
-    causal = kwargs.get("is_causal")  # the same rule as transformers' sdpa function
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    return Pattern(None, None, bool(causal) and not one)
+def _without_mask(module: nn.Module, is_causal: bool | None) -> Pattern:
+    """By the same rule as transformers' sdpa function."""
+    return Pattern(None, None, bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
 
 
 def _refuse_mask(module: nn.Module, mask: Any, recurrent: bool) -> None:
@@ -260,7 +261,10 @@ def _refuse_mask(module: nn.Module, mask: Any, recurrent: bool) -> None:
 
 def _gathered(module, query, key, value, mask, part: Part, kwargs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values of all parts that the queries of one may see, and their mask."""
-    pattern = _pattern(module, mask, False, key.shape[0], key.shape[2], kwargs)
+    if mask is None:
+        pattern: Pattern | None = _without_mask(module, kwargs.get("is_causal"))
+    else:
+        pattern = read_mask(mask, key.shape[0], key.shape[2]) if mask.ndim == 4 else None
     if pattern is None:
         _refuse_mask(module, mask, False)
     key, value = (part.whole(x, 2) for x in (key, value))
