@@ -8,6 +8,7 @@ Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with S
 """
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..features import PositiveFeatures
 from ..integration import AttentionError, attention_error, calibrate, patch_model, unpatch_model
 from ..integration.error import EXPLANATION
 from ..integration.inputs import Data
-from ..integration.patching import Attention
+from ..integration.patching import UNTRAINED, Attention
 from ..integration.text_table import text_table
 from .batches import TrainingBatches
 from .processes import check_alike, from_first, process_rank
@@ -114,7 +115,9 @@ def convert(
     if attention is None and patching:
         raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
     if attention is not None:
-        patch_model(model, attention, seed=seed, **patching)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", UNTRAINED)
+            patch_model(model, attention, seed=seed, **patching)
     try:
         if measure is None:
             measure = data.take_first()

@@ -11,15 +11,3 @@ from .selection import AttentionChoice, choose_attention
 register()
 install()
 keep_draws_when_averaging()
-
-__all__ = [
-    "AttentionChoice",
-    "AttentionError",
-    "attention_error",
-    "calibrate",
-    "choose_attention",
-    "extend_positions",
-    "patch_model",
-    "redraw",
-    "unpatch_model",
-]

@@ -22,10 +22,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..features import FeatureMap
 from ..mechanisms import Mechanism
-from .configs import remember_model
 from .discovery import find_attention
 from .names import CODE, NAME, SPEC
-from .patching import apply_patch
+from .patching import apply_patch, remember_model
 from .spec import DAMAGED, SOFTMAX_NAMES, PatchSpec
 
 _LOADER = f"{CODE.removesuffix('.py')}.PatchedConfig"
