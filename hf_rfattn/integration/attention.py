@@ -268,7 +268,5 @@ def _check_patched(module: nn.Module) -> None:
         )
 
 
-def register() -> None:
-    """Tell transformers of both functions."""
-    AttentionInterface.register(NAME, rf_attention_forward)
-    AttentionMaskInterface.register(NAME, rf_mask)
+AttentionInterface.register(NAME, rf_attention_forward)
+AttentionMaskInterface.register(NAME, rf_mask)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..extras import naming_the_extra
 from ..features import PositiveFeatures
-from ..mechanisms import Mechanism, build_mechanism
+from ..mechanisms import Mechanism
 from ..ops import softmax_attention
 from .discovery import find_attention, outermost_models
 from .inputs import Data, as_batches
@@ -47,14 +47,11 @@ class AttentionError:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [
-            (layer, kind, *(f"{number:.3f}" for number in (overall, min(heads), max(heads), average)))
-            for layer, kind, overall, heads, average in zip(
-                self.layers, self.mechanisms, self.overall, self.heads, self.average, strict=True
-            )
-        ]
-        columns = {"layer": "<", "attention": "<", "error": ">", "best head": ">", "worst head": ">", "average": ">"}
-        return f"{text_table(columns, rows)}\n{EXPLANATION}"
+        columns = zip(self.overall, map(min, self.heads), map(max, self.heads), self.average, strict=True)
+        numbers = ([f"{number:.3f}" for number in row] for row in columns)
+        rows = [(*names, *row) for *names, row in zip(self.layers, self.mechanisms, numbers, strict=True)]
+        sides = {"layer": "<", "attention": "<", "error": ">", "best head": ">", "worst head": ">", "average": ">"}
+        return f"{text_table(sides, rows)}\n{EXPLANATION}"
 
     def plot(self, path: str | Path | None = None):
         """Errors by layer beside "average"; saved to `path` if given. Returns the matplotlib figure."""
@@ -63,10 +60,8 @@ class AttentionError:
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for i, heads in enumerate(self.heads):
-            axes.scatter(
-                [i] * len(heads), heads, s=14, color="tab:blue", alpha=0.4, label="each head" if i == 0 else None
-            )
+        layers = [layer for layer, errors in enumerate(self.heads) for _ in errors]
+        axes.scatter(layers, sum(self.heads, []), s=14, color="tab:blue", alpha=0.4, label="each head")
         axes.plot(self.overall, marker="o", color="tab:blue", label="layer")
         axes.plot(self.average, marker="x", linestyle="--", color="tab:gray", label="average (no attention)")
         axes.set(xlabel="layer", ylabel="relative error of the attention output", ylim=(0, None))
@@ -86,7 +81,7 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: 
     """
 
     def begin(mechanism: Mechanism, args: tuple) -> None:
-        torch.set_grad_enabled(gradients)
+        torch.set_grad_enabled(True)
 
     def hook(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if gradients:
@@ -123,7 +118,11 @@ def run_with_softmax(
     try:
         with torch.no_grad(), softmax_in_place(model, observe, gradients):
             for body in _bodies(model, inputs):
-                body(**_inputs_of(body, model, inputs))
+                known = inspect.signature(body.forward).parameters
+                given = {k: v for k, v in inputs.items() if body is model or k in known}  # no labels without a head
+                if "use_cache" in known:  # a decoder would go through its state, not through the call that is observed
+                    given["use_cache"] = False
+                body(**given)
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -140,18 +139,6 @@ def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
     except TypeError:
         return [_without_head(root) for root in outermost_models(model) if outer_mechanisms(root)]
     return [model]
-
-
-def _inputs_of(body: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a batch for the whole model, what a part of it takes: no labels, and nothing that only a wrapper knows."""
-    known = set(inspect.signature(body.forward).parameters)
-    given = dict(inputs)
-    if body is not model:
-        others = set(inspect.signature(model.forward).parameters) if isinstance(model, PreTrainedModel) else set(given)
-        given = {name: value for name, value in given.items() if name in known or name not in others}
-    if "use_cache" in known:  # with a cache a decoder goes through its state, not through the call that is observed
-        given["use_cache"] = False
-    return given
 
 
 def _without_head(model: PreTrainedModel) -> nn.Module:
@@ -217,14 +204,9 @@ def attention_error(
     kinds: dict[str, str] = {}
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
-        average = build_mechanism(
-            "average",
-            num_heads=mechanism.num_heads,
-            num_kv_heads=mechanism.num_kv_heads,
-            head_dim=mechanism.head_dim,
-        )(*args, **kwargs)
-        valid = valid_queries(exact, kwargs)
-        name = names[mechanism]
+        query, key, value = args
+        average = softmax_attention(torch.zeros_like(query), key, value, **kwargs)
+        valid, name = valid_queries(exact, kwargs), names[mechanism]
         kinds[name] = mechanism.config.name
         parts = torch.stack([energy(x, valid) for x in (output - exact, average - exact, exact)])
         sums[name] = sums.get(name, 0) + parts
@@ -233,16 +215,19 @@ def attention_error(
         run_with_softmax(model, one, observe)
     if not sums:
         raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")
-    layers = list(sums)
     totals = list(sums.values())
-
     return AttentionError(
-        layers=layers,
-        mechanisms=[kinds[name] for name in layers],
+        layers=list(sums),
+        mechanisms=list(kinds.values()),
         heads=[relative_error(t[0], t[2]).tolist() for t in totals],
         overall=[float(relative_error(t[0].sum(), t[2].sum())) for t in totals],
         average=[float(relative_error(t[1].sum(), t[2].sum())) for t in totals],
     )
+
+
+def optimal_maps(module: nn.Module) -> list[PositiveFeatures]:
+    """The feature maps that `calibrate` is for."""
+    return [m for m in module.modules() if isinstance(m, PositiveFeatures) and m.optimal]
 
 
 def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
@@ -251,17 +236,14 @@ def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
     It is stored with the weights, so a calibrated model stays calibrated when saved. Features are unbiased before and
     after.
     """
-    maps = [m for m in model.modules() if isinstance(m, PositiveFeatures) and m.optimal]
-    if not maps:
+    if not optimal_maps(model):
         raise ValueError("Nothing to calibrate: no layer was patched with variance='optimal'.")
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         query, key, _ = args
-        scale = kwargs.get("scale")
-        for feature_map in mechanism.modules():
-            if isinstance(feature_map, PositiveFeatures) and feature_map.optimal:
-                root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-                feature_map.calibrate(query.float() * root, key.float() * root, kwargs.get("key_mask"))
+        root = (kwargs.get("scale") or query.shape[-1] ** -0.5) ** 0.5
+        for feature_map in optimal_maps(mechanism):
+            feature_map.calibrate(query.float() * root, key.float() * root, kwargs.get("key_mask"))
 
     run_with_softmax(model, batch, observe)
     return model

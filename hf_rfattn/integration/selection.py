@@ -125,7 +125,11 @@ def choose_attention(
         raise ValueError(f"limit={limit!r} is not possible; choose one of {', '.join(get_args(Limit))}.")
     if not budget > 0:
         raise ValueError(f"budget limits the {limit} and must be above 0, not {budget!r}.")
-    sites = _sites(model, layers, cross_attention)
+    sites = find_attention(model)
+    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
+        raise ValueError("This model is patched already; call unpatch_model(model) first, then choose.")
+    wanted = {site.index for site in sites} if layers is None else set(parse_layers(layers))
+    sites = [s for s in sites if s.index in wanted and (cross_attention or not s.cross)]
     measured = _Measured(sites, configs, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what cannot be patched is in the table
@@ -144,23 +148,11 @@ def choose_attention(
         decided = {layer: _cheapest(options, budget) for layer, options in found.items()}
     else:
         decided = _best_use(found, work, budget, length)
-    chosen: dict[int, Candidate | None] = {}
-    reasons: dict[int, str] = {}
-    for site in sorted(sites, key=lambda s: s.index):
-        if site.index in decided:
-            chosen[site.index], reasons[site.index] = decided[site.index]
-        else:
-            chosen[site.index], reasons[site.index] = None, site.refusal or "the batches did not reach it"
     cost = sum(decided[layer][0].cost * work[layer] for layer in found) / sum(work.values())
+    softmax = {s.index: (None, s.refusal or "the batches did not reach it") for s in sites}
+    by_layer = sorted({**softmax, **decided}.items())
+    chosen, reasons = {i: candidate for i, (candidate, _) in by_layer}, {i: reason for i, (_, reason) in by_layer}
     return AttentionChoice(chosen, reasons, found, length, cost)
-
-
-def _sites(model: nn.Module, layers: Any, cross_attention: bool) -> list[AttentionSite]:
-    sites = find_attention(model)
-    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
-        raise ValueError("This model is patched already; call unpatch_model(model) first, then choose.")
-    wanted = None if layers is None else set(parse_layers(layers))
-    return [s for s in sites if (wanted is None or s.index in wanted) and (cross_attention or not s.cross)]
 
 
 class _Measured:
@@ -235,24 +227,20 @@ def _best_use(
     def price(layer: int, option: Candidate) -> float:
         return (option.cost - chosen[layer].cost) * work[layer]
 
+    def gain(layer: int, option: Candidate) -> float:
+        return (chosen[layer].error ** 2 - option.error**2) / max(price(layer, option), 1)
+
     while True:
-        better = [
-            ((chosen[layer].error ** 2 - o.error**2) / max(price(layer, o), 1), layer, o)
-            for layer, here in options.items()
-            for o in here
-            if o.error < chosen[layer].error and price(layer, o) <= left
-        ]
+        closer = {layer: [o for o in here if o.error < chosen[layer].error] for layer, here in options.items()}
+        better = [(layer, o) for layer, here in closer.items() for o in here if price(layer, o) <= left]
         if not better:
             break
-        _, layer, option = max(better, key=lambda entry: entry[0])
+        layer, option = max(better, key=lambda pair: gain(*pair))
         left -= price(layer, option)
         chosen[layer] = option
-    reasons = {}
+    decided = {}
     for layer, option in chosen.items():
-        closer = [o for o in options[layer] if o.error < option.error]
-        reasons[layer] = (
-            f"the next closer one, {min(closer, key=lambda o: o.cost)}, exceeds the budget"
-            if closer
-            else "no candidate is closer"
-        )
-    return {layer: (option, reasons[layer]) for layer, option in chosen.items()}
+        next_one = min(closer[layer], key=lambda o: o.cost, default=None)
+        reason = f"the next closer one, {next_one}, exceeds the budget" if next_one else "no candidate is closer"
+        decided[layer] = option, reason
+    return decided

@@ -137,8 +137,11 @@ class FmmAttention(Mechanism):
     def new_state(self, batch, value_dim, dtype, device):
         config, like = self.config, torch.empty((), dtype=dtype, device=device)
         sizes = batch, self.num_kv_heads, self.head_dim, value_dim
-        window = Window.new(*sizes, config.bandwidth, config.global_tokens, like)
-        return FmmState(window, [far.new_state(batch, value_dim, dtype, device) for far in self.far])
+        state = FmmState(Window.new(*sizes, config.bandwidth, config.global_tokens, like), [])
+        for far in self.far:
+            shape = batch, self.num_kv_heads, value_dim
+            state.far.append(Sums.of_none(far.feature_map("key"), shape, dtype, device))
+        return state
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         near, (keys, values, taken), window = state.window.attend(q, k, v, scale, key_mask)
