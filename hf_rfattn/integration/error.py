@@ -5,7 +5,7 @@ judged on the q, k, v of the original model and not on the errors of the layers 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,8 +60,8 @@ class AttentionError:
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        layers = [layer for layer, errors in enumerate(self.heads) for _ in errors]
-        axes.scatter(layers, sum(self.heads, []), s=14, color="tab:blue", alpha=0.4, label="each head")
+        heads = [(layer, error) for layer, errors in enumerate(self.heads) for error in errors]
+        axes.scatter([x for x, _ in heads], [y for _, y in heads], s=14, color="tab:blue", alpha=0.4, label="each head")
         axes.plot(self.overall, marker="o", color="tab:blue", label="layer")
         axes.plot(self.average, marker="x", linestyle="--", color="tab:gray", label="average (no attention)")
         axes.set(xlabel="layer", ylabel="relative error of the attention output", ylim=(0, None))
@@ -183,6 +183,25 @@ def mechanism_sites(model: nn.Module) -> dict[Mechanism, str]:
     return found
 
 
+def sum_errors(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], outputs: Callable[..., Iterable[Tensor]]
+) -> dict[str, Tensor]:
+    """Energies `[n + 1, H]`, by attention module, over all batches: of the errors of the n outputs that
+    `outputs(name, qkv, masks, output)` gives for each, and of the softmax output.
+    """
+    names = mechanism_sites(model)
+    sums: dict[str, Tensor] = {}
+
+    def observe(mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
+        name, valid = names[mechanism], valid_queries(exact, masks)
+        errors = [energy(x - exact, valid) for x in outputs(name, args, masks, output)]
+        sums[name] = sums.get(name, 0) + torch.stack([*errors, energy(exact, valid)])
+
+    for batch in batches:
+        run_with_softmax(model, batch, observe)
+    return sums
+
+
 def attention_error(
     model: nn.Module,
     batch: Data,
@@ -199,29 +218,22 @@ def attention_error(
     Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does
     worse than no attention.
     """
-    names = mechanism_sites(model)
-    sums: dict[str, Tensor] = {}
-    kinds: dict[str, str] = {}
 
-    def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
+    def outputs(name: str, args: tuple, masks: dict[str, Any], output: Tensor) -> Iterator[Tensor]:
         query, key, value = args
-        average = softmax_attention(torch.zeros_like(query), key, value, **kwargs)
-        valid, name = valid_queries(exact, kwargs), names[mechanism]
-        kinds[name] = mechanism.config.name
-        parts = torch.stack([energy(x, valid) for x in (output - exact, average - exact, exact)])
-        sums[name] = sums.get(name, 0) + parts
+        yield output
+        yield softmax_attention(torch.zeros_like(query), key, value, **masks)  # the average of all visible values
 
-    for one in as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length):
-        run_with_softmax(model, one, observe)
+    kinds = {name: mechanism.config.name for mechanism, name in mechanism_sites(model).items()}
+    sums = sum_errors(model, as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length), outputs)
     if not sums:
         raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")
-    totals = list(sums.values())
     return AttentionError(
         layers=list(sums),
-        mechanisms=list(kinds.values()),
-        heads=[relative_error(t[0], t[2]).tolist() for t in totals],
-        overall=[float(relative_error(t[0].sum(), t[2].sum())) for t in totals],
-        average=[float(relative_error(t[1].sum(), t[2].sum())) for t in totals],
+        mechanisms=[kinds[name] for name in sums],
+        heads=[relative_error(own, exact).tolist() for own, _, exact in sums.values()],
+        overall=[float(relative_error(own.sum(), exact.sum())) for own, _, exact in sums.values()],
+        average=[float(relative_error(average.sum(), exact.sum())) for _, average, exact in sums.values()],
     )
 
 
