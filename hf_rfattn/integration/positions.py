@@ -18,7 +18,7 @@ from .discovery import outermost_models
 from .inputs import Data, as_batches, texts_in
 
 M = TypeVar("M", bound=nn.Module)
-Method = Literal["interpolate", "tile"]
+Method = Literal["tile", "interpolate"]
 
 LIMIT = "max_position_embeddings"  # configs that call it otherwise (n_positions) map this name to theirs
 CUT = "max_seq_length"  # where a SentenceTransformer truncates texts
@@ -31,13 +31,13 @@ _BUFFERS: dict[str, Callable[[torch.Size], Tensor]] = {
 }
 
 
-def extend_positions(model: M, max_length: int | Data, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
+def extend_positions(model: M, max_length: int | Data, method: Method = "tile", *, tokenizer: Any = None) -> M:
     """Let a model with learned absolute positions take inputs of `max_length` tokens, in place, and return it.
 
     `max_length`: a number, or the inputs themselves, of which the longest counts: texts, one or several, with their
     `tokenizer`, or what a tokenizer returned, once or several times. If they fit already, nothing changes.
-    `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
-    positions stay what they were; "tile" repeats it, so that inputs of the old length give what they gave. Train the
+    `method`: "tile" repeats the learned table, so that inputs of the old length give what they gave; "interpolate"
+    stretches it linearly over the new length, so that its first and last positions stay what they were. Train the
     model after either. `tokenizer`: its limit is set too. A SentenceTransformer truncates texts at the new length.
 
     Configs are changed with the model, so that it is saved and loaded as it is, patched or not. Make optimizers
@@ -48,7 +48,7 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "interpo
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64))
-    >>> extend_positions(model, 256, method="tile").config.n_positions
+    >>> extend_positions(model, 256).config.n_positions
     256
     """
     if isinstance(max_length, Iterable):

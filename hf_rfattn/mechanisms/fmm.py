@@ -29,16 +29,16 @@ from .registry import mechanism_class, register_mechanism, resolve_config
 class FmmConfig(MechanismConfig):
     """Options of "fmm"."""
 
-    bandwidth: int = option(32, "Keys at this distance or less are in the near field, which is exact.")
+    bandwidth: int = option(64, "Keys at this distance or less are in the near field, which is exact.")
     far: tuple[str | MechanismConfig, ...] = option(
         ("favor+",),
         "Linear mechanisms of the far field, by name or config, one or more; the paper uses elu, elu-, tanh.",
     )
     normalizer: Literal["separate", "joint"] = option(
-        "separate", "separate: near and far field are normalised each and added, as in the paper; joint: together."
+        "joint", "joint: one denominator for near and far field; separate: each has its own, as in the paper."
     )
     global_tokens: int = option(
-        0, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+        1, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
     )
 
     def __post_init__(self) -> None:
@@ -74,7 +74,10 @@ class FmmAttention(Mechanism):
         self.far = nn.ModuleList(mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
         signed = [m.config.name for m in self.far if not m.feature_map.positive]
         if config.normalizer == "joint" and signed:
-            raise ValueError(f"normalizer='joint' needs positive feature maps; {signed[0]!r} is signed here.")
+            raise ValueError(
+                f"normalizer='joint' needs positive feature maps; {signed[0]!r} is signed here. Choose "
+                "normalizer='separate', or another far field."
+            )
         self.log_weights = nn.Parameter(torch.empty(self.num_heads, 1 + len(far)))  # near and each far
         self.reset_parameters()
 
