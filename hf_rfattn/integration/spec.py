@@ -43,12 +43,12 @@ class PatchSpec:
                 f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
                 "Upgrade: pip install --upgrade hf-rfattn."
             )
+        possible = ", ".join(SOFTMAX_NAMES)  # never code from the Hub, which transformers fetches by name
         for wrong, problem in (
             (type(version) is not int or version < 1, "has no format version"),
             (not isinstance(layers, Mapping) or not layers, "does not say which layers are patched"),
             (type(cross) is not bool or type(seed) is not int, "needs cross_attention (a boolean) and an integer seed"),
-            # Never code from the Hub, which transformers fetches by name.
-            (softmax not in SOFTMAX_NAMES, f"has softmax={softmax!r}; possible are {', '.join(SOFTMAX_NAMES)}"),
+            (softmax not in SOFTMAX_NAMES, f"has {softmax!r} as its softmax implementation; possible are {possible}"),
         ):
             if wrong:
                 raise ValueError(f"config.{SPEC} {problem}. {DAMAGED}")
