@@ -98,7 +98,16 @@ def test_inspect_json_counts(bert):
 
 
 def test_inspect_a_decoder(llama):
-    arguments = ("inspect", llama, "--attention", "fmm", "--options", "bandwidth=16", 'far=["elu","elu-"]')
+    arguments = (
+        "inspect",
+        llama,
+        "--attention",
+        "fmm",
+        "--options",
+        "bandwidth=16",
+        "global_tokens=0",
+        'far=["elu","elu-"]',
+    )
     report = json.loads(run(*arguments, "--lengths", "128,512", "--json"))
     assert report["attention"]["far"] == ["elu", "elu-"] and report["dtype"] == "bfloat16"
     assert {(m["kind"], m["num_heads"], m["num_kv_heads"]) for m in report["modules"]} == {("causal", 4, 2)}
