@@ -54,7 +54,7 @@ def imports(path, package):
 
     Names that are imported from a module come with it; public names come from where they live.
     """
-    homes = {name: home for home, names in hf_rfattn._HOMES.items() for name in names}
+    homes = hf_rfattn._HOME
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

@@ -43,7 +43,7 @@ def patch(
             raise ValueError("--positions says how positions are extended; say with --max-length how far.")
         config = parse_attention(attention, options or [])
         _save_changed(model, output, change)
-    typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`. It needs training.")
+    typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`.")
 
 
 def unpatch(model: Model, output: Output) -> None:

@@ -208,7 +208,11 @@ def rf_attention_forward(
     cache_layer, part = kwargs.pop(CACHE, None), kwargs.pop(PART, None)
     mechanism = getattr(module, "rf", None)
     if mechanism is None:
-        _check_patched(module)
+        if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
+            raise ValueError(
+                f"The attention implementation is {NAME!r} but this model was not patched. Call "
+                "hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
+            )
         if part is not None:
             key, value, attention_mask = _gathered(module, query, key, value, attention_mask, part, kwargs)
             kwargs = {**kwargs, "dropout": dropout, "scaling": scaling, "is_causal": False}
@@ -290,15 +294,5 @@ def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwa
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _check_patched(module: nn.Module) -> None:
-    if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
-        raise ValueError(
-            f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has "
-            "no mechanism. Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
-        )
-
-
-def register() -> None:
-    """Tell transformers of both functions."""
-    AttentionInterface.register(NAME, rf_attention_forward)
-    AttentionMaskInterface.register(NAME, rf_mask)
+AttentionInterface.register(NAME, rf_attention_forward)
+AttentionMaskInterface.register(NAME, rf_mask)
