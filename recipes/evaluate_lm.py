@@ -18,19 +18,18 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from training.data import Source, check_texts, find_source, fingerprint, load_split
-from training.evaluation import as_document
-from training.language import split_blocks, split_windows, tokens_of, window_losses
+from training.data import find_source
+from training.language import load_text, split_blocks, split_windows, tokens_of, window_losses
+from training.loop import as_document
 from training.messages import errors_as_messages
 from training.metrics import perplexity
 from training.models import (
+    Collator,
     attention_of,
     choose_length,
-    collator,
-    first_paragraph,
     load_tokenizer,
     mechanism_parameters,
-    read_config,
+    read,
     set_attention,
 )
 from training.options import CommonOptions, described, parse_options
@@ -72,8 +71,6 @@ class EvaluateOptions(CommonOptions):
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
         super().__post_init__()
-        if self.model is None:
-            raise ValueError("--model is missing: a decoder's folder, or its name on the Hub.")
         if self.push_to_hub or self.save_every:
             raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
         if self.new_tokens < 1 or not self.lengths or self.lengths[0] <= self.new_tokens + 1:
@@ -105,10 +102,11 @@ def measure(session: Session, options: EvaluateOptions) -> None:
         if kind not in (None, SOFTMAX):
             hf_rfattn.resolve_config(str(kind))  # an unknown name is told before anything is loaded
     tokenizer = load_tokenizer(options)
-    model = load_decoder(options).to(session.accelerator.device).eval()
+    model = read("--model", AutoModelForCausalLM, str(options.model), dtype=torch.float32)
+    model.to(session.accelerator.device).eval()
     choose_length(model, options, options.lengths[-1], tokenizer)
     source = find_source(options.data, "Salesforce/wikitext", options.data_config, "wikitext", options.data_name)
-    texts = {options.split: load_text(source, options.split, options)}
+    texts = {options.split: load_text(source, options.split, column=options.text_column)}
     tokens = tokens_of(texts[options.split], tokenizer)[: options.max_tokens]
     if len(tokens) < options.lengths[-1]:
         raise ValueError(
@@ -117,7 +115,7 @@ def measure(session: Session, options: EvaluateOptions) -> None:
         )
     inputs = None
     if options.transfer_steps:
-        texts[options.transfer_split] = load_text(source, options.transfer_split, options)
+        texts[options.transfer_split] = load_text(source, options.transfer_split, column=options.text_column)
         inputs = transfer_inputs(session, options, tokens_of(texts[options.transfer_split], tokenizer), tokenizer)
     session.open_output()
     cells: list[dict[str, Any]] = []
@@ -126,21 +124,29 @@ def measure(session: Session, options: EvaluateOptions) -> None:
     for kind in options.kinds:
         if kind is not None:
             hf_rfattn.unpatch_model(model)
-            own = {} if kind != SOFTMAX else {"attention_options": [], "layers": None}
-            set_attention(model, dataclasses.replace(options, attention=kind, **own))
+            if kind != SOFTMAX:
+                set_attention(model, dataclasses.replace(options, attention=kind))
         name = kind or hf_rfattn.attention_label(attention_of(model))
         kinds[name] = attention_of(model)
         cells += measure_lengths(session, model, tokens, options, name, STAGES[0])
         if inputs is not None and mechanism_parameters(model):
-            done = teach(model, inputs, options)
-            session.say(str(done))
+            held_out = list(range(len(inputs.rows) - MEASURED_ON, len(inputs.rows)))
+            done = transfer(
+                session,
+                model,
+                inputs,
+                steps=options.transfer_steps,
+                learning_rate=options.transfer_learning_rate,
+                measure=model_inputs(inputs.rows, inputs.collate, held_out),
+            )
+            model.eval()
             transfers[name] = transfer_document(done, options.batch_size)
             cells += measure_lengths(session, model, tokens, options, name, STAGES[1])
         elif inputs is not None and name != SOFTMAX:
             session.say(f"{name} has no parameters to teach: measured without attention transfer.")
     found = {
         "attention": kinds,
-        "dataset": source.document(", ".join(texts), fingerprint(texts)),
+        "dataset": source.document(", ".join(texts), texts),
         "lengths": options.lengths,
         "tokens": len(tokens),
         "new_tokens": options.new_tokens,
@@ -155,21 +161,6 @@ def measure(session: Session, options: EvaluateOptions) -> None:
     session.say(f"Written: {session.output / RESULT}")
 
 
-def load_decoder(options: EvaluateOptions) -> PreTrainedModel:
-    """In float32, with the head of a language model."""
-    config = read_config("--model", str(options.model))
-    try:
-        return AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{options.model!r} is no decoder that can be read: {first_paragraph(error)}") from error
-
-
-def load_text(source: Source, split: str, options: EvaluateOptions) -> Any:
-    lines = load_split(source, split, [options.text_column])
-    check_texts(lines, [options.text_column], f"{source.name}, split {split!r}")
-    return lines.rename_columns({options.text_column: "text"})
-
-
 def transfer_inputs(
     session: Session, options: EvaluateOptions, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase
 ) -> Inputs:
@@ -181,20 +172,7 @@ def transfer_inputs(
             "measure on are needed. Give more text, a smaller --batch-size or a smaller --transfer-length."
         )
     order = TrainingOrder(len(rows) - MEASURED_ON, options.batch_size, options.seed)
-    return Inputs(rows, collator(tokenizer), order, session.accelerator)
-
-
-def teach(model: PreTrainedModel, inputs: Inputs, options: EvaluateOptions) -> hf_rfattn.Conversion:
-    held_out = list(range(len(inputs.rows) - MEASURED_ON, len(inputs.rows)))
-    done = transfer(
-        model,
-        inputs,
-        {"learning_rate": options.transfer_learning_rate},
-        steps=options.transfer_steps,
-        measure=model_inputs(inputs.rows, inputs.collate, held_out),
-    )
-    model.eval()
-    return done
+    return Inputs(rows, Collator(tokenizer), order, session.accelerator)
 
 
 def measure_lengths(

@@ -112,7 +112,7 @@ def test_beir_layout_and_its_errors(beir, tmp_path):
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels" / "test.tsv").write_text("q\td\t1\n")
     (tmp_path / "corpus.jsonl").write_text('{"_id": "d"}\n')
-    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 1"):
+    with pytest.raises(ValueError, match="has no '_id' and 'text'"):
         read_beir(tmp_path, "test")
 
 
@@ -166,10 +166,10 @@ def test_stsb_by_several_processes(bert, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention": "softmax", "transfer_steps": 3}, "--transfer-steps teaches a mechanism"),
+        ({"attention": "softmax", "transfer_steps": 3}, "--transfer-steps belongs to a mechanism"),
         ({"task": "stsb", "max_documents": 3}, "are for retrieval"),
-        ({"max_queries": 0}, "--max-queries must be at least 1"),
-        ({"layers": "0"}, "belong to a mechanism"),
+        ({"max_queries": 0}, "--max-queries must be above 0"),
+        ({"layers": "0"}, "belongs to a mechanism"),
     ],
 )
 def test_options_that_make_no_sense(fields, message):

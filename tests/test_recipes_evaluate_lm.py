@@ -98,7 +98,7 @@ def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
     [
         ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"lengths": [60], "split": "train", "max_tokens": 60, "data": "sample", "model": "./nowhere"}, "'./nowhere'"),
-        ({"split": "dev"}, "no file for the split 'dev'"),
+        ({"split": "dev"}, "split 'dev', cannot be read"),
         ({"text_column": "txt"}, "has no column 'txt'"),
         ({"transfer_steps": 2, "batch_size": 10**6, "attention": "hedgehog"}, "smaller --batch-size"),
     ],
@@ -114,7 +114,6 @@ def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": None}, "--model is missing"),
         ({"lengths": [8]}, "must be above --new-tokens 16"),
         ({"max_tokens": 100, "lengths": [512]}, "--max-tokens 100 is less than one context"),
         ({"max_length": 100}, "largest of --lengths"),

@@ -224,10 +224,10 @@ def test_lora(bert, tmp_path):
     [
         ({"init": "x", "attention": "fmm"}, "leave --attention out"),
         ({"init": "x", "model": None}, "--init needs --model"),
-        ({"transfer_steps": 5, "attention": "softmax"}, "--attention is softmax"),
-        ({"distill_weight": 0.0}, "a share"),
+        ({"transfer_steps": 5, "attention": "softmax"}, "--transfer-steps belongs to a mechanism"),
+        ({"distill_weight": 1.5}, "a share"),
         ({"distill_hidden": 1.0}, "needs --distill"),
-        ({"lora_rank": 0}, "at least 1"),
+        ({"lora_rank": 0}, "--lora-rank must be above 0"),
     ],
 )
 def test_options_that_do_not_go_together(fields, message):

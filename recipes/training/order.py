@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.data import Sampler
 
 GROUP = 50  # batches within which examples are sorted by length
 
@@ -59,6 +58,13 @@ class TrainingOrder:
                 batch += order[:position]
             yield batch
 
+    def share(self, start: int, end: int, rank: int, processes: int, passes: int) -> list[list[int]]:
+        """What one process sees of the steps from `start` to `end`: its part of each batch, in `passes` pieces."""
+        check_share(self.batch_size, processes, passes)
+        steps = zip(range(start, end), self.batches(start), strict=False)
+        pieces = range(rank * passes, (rank + 1) * passes)
+        return [batch[piece :: processes * passes] for _, batch in steps for piece in pieces]
+
 
 def check_share(batch_size: int, processes: int, passes: int) -> None:
     """Every process gets as many rows of each batch, in every pass."""
@@ -67,24 +73,3 @@ def check_share(batch_size: int, processes: int, passes: int) -> None:
             f"--batch-size {batch_size} cannot be shared by {processes} processes in {passes} passes (--accumulate): "
             f"it must be a multiple of {processes * passes}."
         )
-
-
-class ShareOfBatches(Sampler[list[int]]):
-    """What one process sees of an order: its part of each batch, in `passes` pieces, for the steps from `start` to
-    `end`.
-    """
-
-    def __init__(self, order: TrainingOrder, start: int, end: int, rank: int, processes: int, passes: int):
-        check_share(order.batch_size, processes, passes)
-        self.order, self.start, self.end = order, start, end
-        self.pieces = [slice(piece, None, processes * passes) for piece in range(rank * passes, (rank + 1) * passes)]
-
-    def __len__(self) -> int:
-        return (self.end - self.start) * len(self.pieces)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        steps = self.order.batches(self.start)
-        for _ in range(self.start, self.end):
-            batch = next(steps)
-            for piece in self.pieces:
-                yield batch[piece]

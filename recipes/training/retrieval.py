@@ -1,13 +1,11 @@
 """Retrieval: documents, queries and which belong together, and how well a ranking puts them first."""
 
-import csv
 import json
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +17,7 @@ CUT = 10  # places of a ranking that count
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Texts by id. `relevant`: of each query, the documents that answer it with their gains, all above 0."""
+    """Texts by id. `relevant`: for each query, the documents that answer it with their gains, all above 0."""
 
     documents: Mapping[str, str]
     queries: Mapping[str, str]
@@ -60,47 +58,29 @@ def _some(names: list[str], most: int | None) -> list[str]:
     return [name for i, name in enumerate(names) if i in chosen]
 
 
-def is_beir(folder: Path) -> bool:
-    return (folder / "corpus.jsonl").is_file()
-
-
 def read_beir(folder: Path, split: str) -> Retrieval:
     """corpus.jsonl (_id, text, title), queries.jsonl (_id, text) and qrels/SPLIT.tsv (query, document, gain)."""
     judged = folder / "qrels" / f"{split}.tsv"
     if not judged.is_file():
         there = ", ".join(sorted(path.name for path in folder.glob("qrels/*.tsv"))) or "none"
         raise ValueError(f"{folder} has no qrels/{split}.tsv; it has {there}. Choose one with --split.")
-    documents = {
-        row["_id"]: f"{row.get('title') or ''} {row['text']}".strip() for row in _rows(folder / "corpus.jsonl")
-    }
-    queries = {row["_id"]: row["text"] for row in _rows(folder / "queries.jsonl")}
-    relevant: dict[str, dict[str, float]] = {}
-    with judged.open(encoding="utf-8", newline="") as stream:
-        for number, row in enumerate(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
+    documents, queries = ({}, {})
+    for texts, name in ((documents, "corpus.jsonl"), (queries, "queries.jsonl")):
+        for line in (folder / name).read_text(encoding="utf-8").splitlines():
             try:
-                query, document, gain = row[0], row[1], float(row[2])
-            except (ValueError, IndexError):
-                if number == 1:  # names of columns
-                    continue
-                raise ValueError(f"{judged}, line {number}: not a query, a document and a number.") from None
-            if query not in queries or document not in documents:
-                raise ValueError(f"{judged}, line {number}: {query!r} or {document!r} is neither query nor document.")
-            if gain > 0:
-                relevant.setdefault(query, {})[document] = gain
+                row = json.loads(line)
+                texts[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{folder / name}: {line[:80]!r} has no '_id' and 'text'.") from error
+    relevant: dict[str, dict[str, float]] = {}
+    lines = judged.read_text(encoding="utf-8").splitlines()
+    for line in lines[1:] if lines[0].startswith("query") else lines:
+        query, document, gain = line.split("\t")[:3]
+        if query not in queries or document not in documents:
+            raise ValueError(f"{judged}: {query!r} is not a query, or {document!r} not a document.")
+        if float(gain) > 0:
+            relevant.setdefault(query, {})[document] = float(gain)
     return Retrieval(documents, queries, relevant)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; BEIR layout has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            rows.append({**row, "_id": str(row["_id"]), "text": str(row["text"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: not a JSON object with '_id' and 'text'.") from error
-    return rows
 
 
 def from_squad(rows: Dataset, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Retrieval:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,7 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import GradientAccumulationPlugin
-from filelock import FileLock
 from huggingface_hub import get_token
-from huggingface_hub.utils import validate_repo_id
 from tqdm.auto import tqdm
 
 import hf_rfattn
@@ -34,18 +32,7 @@ from hf_rfattn.results import (
 )
 
 from .messages import errors_as_messages
-from .output import (
-    MODEL,
-    RESULT,
-    STATES,
-    TOKENIZER,
-    TRANSFER,
-    check_output,
-    check_shared,
-    how_to_continue,
-    open_output,
-    output_lock,
-)
+from .output import MODEL, RESULT, STATES, TOKENIZER, TRANSFER, check_output, how_to_continue, open_output
 
 PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
@@ -57,12 +44,11 @@ class Session:
 
     options: Any
     accelerator: Accelerator
-    lock: FileLock
     document: dict[str, Any]
-    output: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.output = Path(self.options.output)
+    @property
+    def output(self) -> Path:
+        return Path(self.options.output)
 
     def say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -80,9 +66,8 @@ class Session:
         """From here on the folder is this run's. Everything that can be checked before has been."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            open_output(self.options, self.lock)
+            open_output(self.options)
         self.accelerator.wait_for_everyone()
-        check_shared(self.output)
 
     def finish(self, found: Mapping[str, Any], name: str) -> None:
         """Write the result, give the saved model its card, publish it if asked for. For the main process."""
@@ -106,15 +91,13 @@ def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
     `kind`: of the result document. The work calls `Session.open_output`, then on the main process `Session.finish`.
     """
     output = Path(options.output)
-    lock = output_lock(options)
     try:
-        with errors_as_messages(output):
-            check_services(options)
+        with errors_as_messages():
             accelerator = make_accelerator(options)
             document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
-            document |= {"model": base_name(options), "base_license": options.model_license}
-            document |= {"processes": accelerator.num_processes, "command": command(accelerator)}
-            session = Session(options, accelerator, lock, document)
+            document |= {"model": options.model_name or name_of(options.model or "from scratch")}
+            document |= {"base_license": options.model_license, "command": command(accelerator)}
+            session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
             if check_output(options):
                 session.say(f"{output / RESULT} is there: this run is finished.")
             else:
@@ -124,38 +107,28 @@ def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
                 accelerator.end_training()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_continue(output)) from None
-    finally:
-        lock.release()
     return output / RESULT
 
 
-def check_services(options: Any) -> None:
-    """A tracker that is not installed or a Hub that would refuse is told before training, not after."""
-    tracker, name = getattr(options, "report_to", None), options.push_to_hub
-    if tracker and importlib.util.find_spec(tracker) is None:
-        raise ValueError(f"--report-to {tracker}: it is not installed; pip install {tracker}.")
-    if name:
-        validate_repo_id(name)
-        if "/" not in name:
-            raise ValueError(f"--push-to-hub {name!r} does not say whose it is; write me/name.")
-        if not get_token():
-            raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
-
-
 def make_accelerator(options: Any) -> Accelerator:
-    """As the launcher says; without a GPU, on the CPU."""
-    on_cpu = not torch.accelerator.is_available()
+    """As the launcher says; without a GPU, on the CPU. What would fail only after training is refused here."""
+    on_cpu, tracker = not torch.accelerator.is_available(), getattr(options, "report_to", None)
     precision = getattr(options, "mixed_precision", None)
     if on_cpu and precision == "fp16":
         raise ValueError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no.")
-    passes = getattr(options, "accumulate", 1)
+    if tracker and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--report-to {tracker}: it is not installed; pip install {tracker}.")
+    if options.push_to_hub and not get_token():
+        raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
     return Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(passes, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            getattr(options, "accumulate", 1), sync_with_dataloader=False
+        ),
         # random features are drawn alike on all processes: nothing to broadcast
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-        log_with=getattr(options, "report_to", None),
+        log_with=tracker,
         project_dir=options.output,
     )
 
@@ -169,18 +142,11 @@ def quiet(accelerator: Accelerator) -> None:
         datasets.disable_progress_bars()
 
 
-def base_name(options: Any) -> str:
-    """What the base model is called: a folder by its own name, never by its path."""
-    return options.model_name or name_of(options.model or "from scratch")
-
-
 def command(accelerator: Accelerator) -> list[str]:
     """The words that start such a run again; python and the script by their names."""
-    processes = str(accelerator.num_processes)
-    if accelerator.num_processes == 1:
-        launcher = ["python"]
-    elif accelerator.device.type == "cpu":
-        launcher = ["torchrun", "--nproc_per_node", processes]
-    else:
-        launcher = ["accelerate", "launch", "--num_processes", processes]
+    launcher = ["python"]
+    if accelerator.num_processes > 1:
+        cpu = ["torchrun", "--nproc_per_node"]
+        launcher = cpu if accelerator.device.type == "cpu" else ["accelerate", "launch", "--num_processes"]
+        launcher = [*launcher, str(accelerator.num_processes)]
     return [*launcher, Path(sys.argv[0]).name, *sys.argv[1:]]

@@ -1,8 +1,7 @@
-"""What a recipe has to say about its task; all else is shared."""
+"""What a recipe defines about its task; everything else is shared."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -24,8 +23,7 @@ Options = TypeVar("Options", bound=RunOptions)
 class Prepared:
     """A task with its model and data, ready for the loop.
 
-    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint. While it is
-    trained, a model keeps no cache, which would keep the whole graph.
+    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint.
     """
 
     model: PreTrainedModel
@@ -39,18 +37,9 @@ class Prepared:
     facts: dict[str, Any] = field(default_factory=dict)  # for the result file
 
     def __post_init__(self) -> None:
-        self._use_cache = getattr(self.model.config, "use_cache", None)
-        if self._use_cache:
-            self.model.config.use_cache = False
-
-    @contextmanager
-    def config_as_it_was(self) -> Iterator[None]:
-        """To save the model with."""
-        if self._use_cache:
-            self.model.config.use_cache = True
-        yield
-        if self._use_cache:
-            self.model.config.use_cache = False
+        """While it is trained, a model keeps no cache, which would keep the whole graph."""
+        self.use_cache = getattr(self.model.config, "use_cache", False)
+        self.model.config.use_cache = False
 
 
 class Task(ABC, Generic[Options]):
