@@ -1,7 +1,7 @@
 """Teach linear attention to imitate the softmax of a pretrained model, on unlabelled text; then fine-tune from there.
 
 accelerate launch recipes/convert.py --model google-bert/bert-base-uncased --attention fmm --output converted
-accelerate launch recipes/finetune_snli.py --model google-bert/bert-base-uncased --init converted/model
+accelerate launch recipes/finetune_snli.py --model converted/model
 """
 
 import training.messages  # noqa: F401  # isort: skip
@@ -17,9 +17,8 @@ from training.language import load_text, split_blocks, tokens_of
 from training.messages import errors_as_messages
 from training.models import Collator, attention_of, choose_length, load_base, load_tokenizer, set_attention
 from training.options import CommonOptions, described, parse_options
-from training.order import TrainingOrder, check_share
-from training.output import MODEL, TRANSFER, whole_folder
-from training.session import Session, in_session
+from training.session import MODEL, TRANSFER, Session, in_session, whole_folder
+from training.task import TrainingOrder, check_share
 from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 from transformers import PreTrainedTokenizerBase
 

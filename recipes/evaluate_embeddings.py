@@ -18,16 +18,14 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from training.data import Source, check_labels, check_texts, find_source, load_split, take
-from training.embedding import embed, load_encoder, model_inside
 from training.loop import as_document
 from training.messages import errors_as_messages
 from training.metrics import GLUE, measure
 from training.models import Collator, attention_of, choose_length, set_attention, with_padding
 from training.options import CommonOptions, described, parse_options
-from training.order import TrainingOrder, check_share
-from training.output import MODEL, whole_folder
-from training.retrieval import CUT, Retrieval, from_squad, ranking_metrics, read_beir
-from training.session import Session, in_session
+from training.retrieval import CUT, Retrieval, embed, from_squad, load_encoder, model_inside, ranking_metrics, read_beir
+from training.session import MODEL, Session, in_session, whole_folder
+from training.task import TrainingOrder, check_share
 from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 
 from hf_rfattn.results import Metric

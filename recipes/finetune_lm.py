@@ -28,15 +28,14 @@ from training.metrics import perplexity
 from training.models import (
     Collator,
     choose_length,
-    load_config,
     load_model,
     load_tokenizer,
     ready_to_train,
     with_padding,
 )
 from training.options import RunOptions, described
-from training.output import TOKENIZER
 from training.run import main
+from training.session import TOKENIZER
 from training.task import Prepared, Task
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -91,7 +90,7 @@ class LanguageTask(Task[LanguageOptions]):
             config = config_from_scratch(options.from_scratch, tokenizer)
             model = ready_to_train(AutoModelForCausalLM.from_config(config), tokenizer)
         else:
-            model = load_model(AutoModelForCausalLM, options, load_config(options), tokenizer)
+            model = load_model(AutoModelForCausalLM, options, tokenizer)
         length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         stride = options.eval_stride or length - 1
         if not 1 <= stride < length:

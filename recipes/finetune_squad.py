@@ -17,7 +17,7 @@ from torch import Tensor
 from training.answers import encode_windows, find_answer
 from training.data import Source, check_texts, find_source, load_split, take
 from training.metrics import squad, squad_v2
-from training.models import Collator, choose_length, load_config, load_model, load_tokenizer
+from training.models import Collator, choose_length, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Prepared, Task
@@ -61,7 +61,7 @@ class SquadTask(Task[SquadOptions]):
             split: self._load(source, split, options.max_eval_samples),
         }
         tokenizer = load_tokenizer(options)
-        model = load_model(AutoModelForQuestionAnswering, options, load_config(options), tokenizer)
+        model = load_model(AutoModelForQuestionAnswering, options, tokenizer)
         length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         if options.stride >= length // 2 - 4:
             raise ValueError(f"--stride {options.stride} leaves windows of {length} tokens no room to move on.")

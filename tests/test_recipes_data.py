@@ -14,7 +14,7 @@ from training import sample
 from training.data import Source, check_labels, find_source, fingerprint, load_split, take
 from training.language import split_blocks, split_windows
 from training.models import Collator
-from training.order import TrainingOrder
+from training.task import TrainingOrder
 
 ROWS = [{"sentence": f"word {i}", "label": i % 2, "idx": i} for i in range(10)]
 

@@ -11,8 +11,7 @@ import transformers
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from support.recipes import forget_processes, run_apart, sample_tokenizer
-from training.embedding import load_encoder
-from training.retrieval import Retrieval, from_squad, ranking_metrics, read_beir
+from training.retrieval import Retrieval, from_squad, load_encoder, ranking_metrics, read_beir
 
 from hf_rfattn.results import parse_result
 

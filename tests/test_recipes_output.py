@@ -53,7 +53,6 @@ def test_inputs_inside_a_finished_run(bert, tmp_path, capsys):
     for fields in (
         {"model": str(tmp_path / "out" / "model")},
         {"model": str(tmp_path / "link")},
-        {"model": bert, "init": str(tmp_path / "out" / "model")},
         {"model": bert, "tokenizer": str(tmp_path / "out" / "model")},
     ):
         assert "lies inside --output" in refused(capsys, output=str(tmp_path / "out"), overwrite=True, **fields)

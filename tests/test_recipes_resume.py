@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.recipes import ROOT, command, environment, make_bert
-from training.output import whole_folder
+from training.session import whole_folder
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 # dropout throws dice, favor+ redraws, best models come and go: all of it must be where it was

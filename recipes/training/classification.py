@@ -13,7 +13,7 @@ from hf_rfattn.results import Metric
 
 from .data import Source, check_labels, check_texts, find_source, load_split, take
 from .metrics import GLUE, measure
-from .models import Collator, choose_length, load_config, load_model, load_tokenizer
+from .models import Collator, choose_length, load_model, load_tokenizer
 from .options import RunOptions
 from .task import Prepared, Task
 
@@ -54,14 +54,15 @@ class ClassificationTask(Task[RunOptions]):
         most = {"train": options.max_train_samples}
         examples = {split: take(part, most.get(split, options.max_eval_samples)) for split, part in loaded.items()}
         names = dict(enumerate(task.labels))
-        config = load_config(
+        tokenizer = load_tokenizer(options)
+        model = load_model(
+            AutoModelForSequenceClassification,
             options,
+            tokenizer,
             num_labels=len(names) or 1,
             problem_type="single_label_classification" if names else "regression",
             **({"id2label": names, "label2id": {name: i for i, name in names.items()}} if names else {}),
         )
-        tokenizer = load_tokenizer(options)
-        model = load_model(AutoModelForSequenceClassification, options, config, tokenizer)
         length = choose_length(model, options, self.usual_length, tokenizer)
 
         def encode(batch: Mapping[str, list[Any]]) -> Any:

@@ -21,10 +21,8 @@ from hf_rfattn.results import Metric
 
 from .models import mechanism_parameters
 from .options import RunOptions
-from .order import TrainingOrder
-from .output import MODEL, PARTIAL, STATES, whole_folder
-from .session import Session
-from .task import Prepared, Task
+from .session import MODEL, PARTIAL, STATES, Session, whole_folder
+from .task import Prepared, Task, TrainingOrder
 from .teaching import Teacher, without_adapters
 
 UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up

@@ -21,30 +21,13 @@ def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConf
     return read(option, AutoConfig, name, **changes)
 
 
-def read(option: str, kind: Any, name: str, **arguments: Any) -> Any:
+def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
     """`from_pretrained`, with an error of one line that names the option."""
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **arguments)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
         raise ValueError(f"{option}: {name!r} cannot be read. {reason}") from error
-
-
-def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
-    """The model's config with what the task changes in it; that of --init, if there is one."""
-    base = read_config("--model", options.model, **changes)
-    if options.init is None:
-        return base
-    config = read_config("--init", options.init, **changes)
-    if getattr(config, "rfattn", None) is None:
-        raise ValueError(f"--init {options.init!r} is not a converted checkpoint: nothing in it is patched.")
-    for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        there, expected = getattr(config, name, None), getattr(base, name, None)
-        if there != expected:
-            raise ValueError(
-                f"--init {options.init!r} is no conversion of --model: its {name} is {there}, not {expected}."
-            )
-    return config
 
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
@@ -62,11 +45,11 @@ def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    auto_class: Any, options: RunOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    auto_class: Any, options: RunOptions, tokenizer: PreTrainedTokenizerBase, **changes: Any
 ) -> PreTrainedModel:
-    """The model with a head for the task, in float32, ready to train."""
-    option, name = ("--init", options.init) if options.init else ("--model", options.model)
-    return ready_to_train(read(option, auto_class, str(name), config=config, dtype=torch.float32), tokenizer)
+    """The model with a head for the task, in float32, ready to train. `changes`: fields of its config."""
+    config = read_config("--model", options.model, **changes)
+    return ready_to_train(read("--model", auto_class, options.model, config=config, dtype=torch.float32), tokenizer)
 
 
 def load_base(options: CommonOptions) -> PreTrainedModel:
@@ -74,7 +57,7 @@ def load_base(options: CommonOptions) -> PreTrainedModel:
     config = read_config("--model", options.model)
     found = [getattr(transformers, name, None) for name in config.architectures or ()]
     classes = [cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
-    return read("--model", (classes or [transformers.AutoModel])[0], str(options.model), config=config)
+    return read("--model", (classes or [transformers.AutoModel])[0], options.model, config=config)
 
 
 def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

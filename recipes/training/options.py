@@ -83,7 +83,6 @@ class RunOptions(CommonOptions):
 
     # the model
     redraw_every: int | None = described("Draw new random features every so many steps.")
-    init: str | None = described("A converted checkpoint of --model to start from, as recipes/convert.py writes it.")
     transfer_steps: int = described("Steps of attention transfer on the training inputs before training.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
     transfer_parts: float | None = described(
@@ -132,10 +131,6 @@ class RunOptions(CommonOptions):
         super().__post_init__()
         if self.eval_split == "train":
             raise ValueError("--eval-split train: the model is trained on it.")
-        if self.init is not None and self.attention is not None:
-            raise ValueError("--init brings its attention with it; leave --attention out.")
-        if self.init is not None and self.model is None:
-            raise ValueError("--init needs --model too, the model that was converted.")
         if not 0 < self.distill_weight <= 1:
             raise ValueError(f"--distill-weight is a share, above 0 and at most 1, not {self.distill_weight}.")
         if self.distill_hidden and self.distill is None:

@@ -17,10 +17,8 @@ from .loop import Loop, as_document, evaluation_loaders, make_optimizer
 from .messages import errors_as_messages
 from .models import attention_of, mechanism_parameters, set_attention
 from .options import RunOptions, parse_options
-from .order import TrainingOrder, check_share
-from .output import latest_state
-from .session import Session, in_session
-from .task import Prepared, Task
+from .session import Session, in_session, latest_state
+from .task import Prepared, Task, TrainingOrder, check_share
 from .teaching import Inputs, add_adapters, make_teacher, model_inputs, recorded_transfer, transfer, transfer_document
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -58,7 +56,7 @@ def prepare(session: Session, task: Task) -> Loop:
     order, steps = plan(accelerator, prepared, options)
     teacher = make_teacher(accelerator.device, model, options)
     found: dict[str, Any] = {"attention": attention_of(model), "attention_error": None}
-    found["transfer"] = recorded_transfer(options.init)
+    found["transfer"] = recorded_transfer(options.model)
     if found["attention"] != "softmax":
         if any(getattr(module, "optimal", False) for module in model.modules()):  # variance="optimal"
             hf_rfattn.calibrate(model, a_few(prepared, order))

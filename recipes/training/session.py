@@ -1,13 +1,24 @@
 """What surrounds the work of every recipe: messages, accelerate, the output folder, and the result file with its card.
 
 A recipe that does not train calls `in_session` itself, as `convert.py` does; those that do come from `run.py`.
+
+OUTPUT/run.json       the options of the run
+OUTPUT/state/         states, while the run is not finished
+OUTPUT/transfer/      the state of attention transfer, likewise
+OUTPUT/.tokenizer/    the tokenizer that --from-scratch has trained, likewise
+OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
+OUTPUT/result.json    written last: it is there if and only if the run is finished
 """
 
+import dataclasses
 import importlib.util
+import json
+import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +43,15 @@ from hf_rfattn.results import (
 )
 
 from .messages import errors_as_messages
-from .output import MODEL, RESULT, STATES, TOKENIZER, TRANSFER, check_output, how_to_continue, open_output
+from .options import CommonOptions, flag
 
+RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
+TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
+PARTIAL = "partial-"
+FREE = {  # what may differ between a run and its continuation, since it does not change what is learnt
+    "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
+    "push_to_hub", "output", "model_name", "model_license", "data_name", "gradient_checkpointing",
+}  # fmt: skip
 PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
 
@@ -66,7 +84,12 @@ class Session:
         """From here on the folder is this run's. Everything that can be checked before has been."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            open_output(self.options)
+            self.output.mkdir(parents=True, exist_ok=True)
+            if self.options.overwrite:
+                for name in (STATES, MODEL, TRANSFER):
+                    shutil.rmtree(self.output / name, ignore_errors=True)
+                (self.output / RESULT).unlink(missing_ok=True)
+            write_result(dataclasses.asdict(self.options), self.output / RUN)
         self.accelerator.wait_for_everyone()
 
     def finish(self, found: Mapping[str, Any], name: str) -> None:
@@ -150,3 +173,67 @@ def command(accelerator: Accelerator) -> list[str]:
         launcher = cpu if accelerator.device.type == "cpu" else ["accelerate", "launch", "--num_processes"]
         launcher = [*launcher, str(accelerator.num_processes)]
     return [*launcher, Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def check_output(options: CommonOptions) -> bool:
+    """Raise if the folder must not be used; return whether the run there is finished already.
+
+    A run deletes only what runs have written: a folder with other files is refused, and so are inputs inside it.
+    """
+    output = Path(options.output)
+    for name in ("model", "tokenizer", "distill", "data"):
+        given = getattr(options, name, None)
+        if given and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{flag(name)} {given} lies inside --output {output}, which this run writes to.")
+    if not output.exists() or not any(not path.name.startswith(".") for path in output.iterdir()):
+        return False
+    if not (output / RUN).exists():
+        raise ValueError(
+            f"--output {output} is not empty and was not written by a recipe (it has no {RUN}), so nothing in it is "
+            "changed. Choose a new or empty folder."
+        )
+    before, now = json.loads((output / RUN).read_text(encoding="utf-8")), dataclasses.asdict(options)
+    if options.overwrite:
+        return False
+    finished = (output / RESULT).exists()
+    if not options.resume:
+        state = "a finished run" if finished else "an unfinished run, which --resume continues"
+        raise ValueError(f"{output} holds {state}. Choose another --output, or --overwrite it.")
+    if name := first_difference(before, now):
+        raise ValueError(
+            f"--resume: the run in {output} began with {flag(name)} {before.get(name)!r}, not {now[name]!r}. Give the "
+            "same options again, or choose another --output."
+        )
+    return finished
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first option that makes two runs different ones."""
+    return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
+
+
+def latest_state(output: Path) -> Path | None:
+    """The last complete state in a run's folder."""
+    return max((output / STATES).glob("step-*"), default=None)
+
+
+def how_to_continue(output: Path) -> str:
+    """After an interruption."""
+    if not (output / RUN).exists() or (output / RESULT).exists():
+        return ""
+    state = latest_state(output)
+    if state is not None:
+        return f"The same command with --resume continues from step {int(state.name.removeprefix('step-'))}."
+    if (output / TRANSFER).exists():
+        return "The same command with --resume continues the attention transfer."
+    return "The same command with --resume starts it again; with --save-every N it would continue."
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which replaces the target if nothing fails."""
+    partial = target.with_name(PARTIAL + target.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(partial, target)

@@ -19,10 +19,8 @@ from hf_rfattn.results import RESULTS
 
 from .models import has_new_head, mechanism_parameters, read
 from .options import RunOptions
-from .order import TrainingOrder
-from .output import TRANSFER
-from .session import Session
-from .task import Collate
+from .session import TRANSFER, Session
+from .task import Collate, TrainingOrder
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = ("logits", "start_logits", "end_logits")
@@ -76,10 +74,10 @@ def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, 
     }
 
 
-def recorded_transfer(folder: str | None) -> dict[str, Any] | None:
-    """What the conversion that --init goes on from has written of itself."""
-    path = Path(folder or "") / RESULTS / f"{TRANSFER}.json"
-    if folder is None or not path.exists():
+def recorded_transfer(model: str | None) -> dict[str, Any] | None:
+    """What `convert.py` has written about the model, if that is where it comes from."""
+    path = Path(model or "") / RESULTS / f"{TRANSFER}.json"
+    if not path.exists():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
     return {**document["transfer"], "dataset": document["dataset"]}
