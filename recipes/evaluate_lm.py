@@ -73,6 +73,8 @@ class EvaluateOptions(CommonOptions):
             raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
         if not self.lengths or self.lengths[0] <= self.new_tokens + 1:
             raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1.")
+        if self.max_length not in (None, self.lengths[-1]):
+            raise ValueError("--max-length is the largest of --lengths; leave it out.")
         self.max_length = self.lengths[-1]
         mechanisms = [name for name in self.kinds if name not in (None, SOFTMAX)]
         if (self.attention_options or self.layers) and len(mechanisms) != 1:
