@@ -14,10 +14,9 @@ from typing import Any
 from datasets import Dataset
 from training.data import check_texts, find_source, load_split, take
 from training.language import load_text, split_blocks, tokens_of
-from training.messages import errors_as_messages
 from training.models import Collator, attention_of, choose_length, load_base, load_tokenizer, set_attention
-from training.options import CommonOptions, described, parse_options
-from training.session import MODEL, TRANSFER, Session, in_session, whole_folder
+from training.options import CommonOptions, described
+from training.session import MODEL, TRANSFER, Session, in_session, run_recipe, whole_folder
 from training.task import TrainingOrder, check_share
 from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 from transformers import PreTrainedTokenizerBase
@@ -117,6 +116,4 @@ def encode(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> D
 
 
 if __name__ == "__main__":
-    with errors_as_messages():
-        parsed = parse_options(ConvertOptions, description=__doc__)
-    convert(parsed)
+    run_recipe(ConvertOptions, convert, __doc__)

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from datasets import Dataset
 from training.data import Source, check_labels, check_texts, find_source, load_split, take
 from training.loop import as_document
-from training.messages import errors_as_messages
 from training.metrics import GLUE, measure
 from training.models import Collator, attention_of, choose_length, set_attention, with_padding
-from training.options import CommonOptions, described, parse_options
+from training.options import CommonOptions, described
 from training.retrieval import CUT, Retrieval, embed, from_squad, load_encoder, model_inside, ranking_metrics, read_beir
-from training.session import MODEL, Session, in_session, whole_folder
+from training.session import MODEL, Session, in_session, run_recipe, whole_folder
 from training.task import TrainingOrder, check_share
 from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 
@@ -187,6 +186,4 @@ def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[
 
 
 if __name__ == "__main__":
-    with errors_as_messages():
-        parsed = parse_options(EmbeddingOptions, description=__doc__)
-    evaluate_embeddings(parsed)
+    run_recipe(EmbeddingOptions, evaluate_embeddings, __doc__)

@@ -20,7 +20,6 @@ from torch import Tensor
 from training.data import find_source
 from training.language import load_text, split_blocks, split_windows, tokens_of, window_losses
 from training.loop import as_document
-from training.messages import errors_as_messages
 from training.metrics import perplexity
 from training.models import (
     Collator,
@@ -31,8 +30,8 @@ from training.models import (
     read,
     set_attention,
 )
-from training.options import CommonOptions, described, parse_options
-from training.session import RESULT, Session, in_session
+from training.options import CommonOptions, described
+from training.session import RESULT, Session, in_session, run_recipe
 from training.task import TrainingOrder
 from training.teaching import Inputs, model_inputs, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -235,6 +234,4 @@ def table(cells: list[dict[str, Any]], title: str) -> Table:
 
 
 if __name__ == "__main__":
-    with errors_as_messages():
-        parsed = parse_options(EvaluateOptions, description=__doc__)
-    evaluate(parsed)
+    run_recipe(EvaluateOptions, evaluate, __doc__)

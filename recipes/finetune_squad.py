@@ -84,7 +84,6 @@ class SquadTask(Task[SquadOptions]):
             evaluation={split: rows[split].select_columns(inputs)},
             collate=Collator(tokenizer),
             max_length=length,
-            facts={"windows": {name: len(part) for name, part in rows.items()}},
         )
 
     def _load(self, source: Source, split: str, most: int | None) -> Dataset:

@@ -108,7 +108,7 @@ def test_a_run_that_comes_before(planned, tmp_path):
         ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
         ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, output, recipes"),
         ({"training": {**QUICK, "epochs": "few"}}, "sst2_softmax_seed_0: argument --epochs"),
-        ({"training": {**QUICK, "model": "./nowhere"}}, "--model: There is no folder './nowhere'"),
+        ({"training": {**QUICK, "model": "./nowhere"}}, "--model: './nowhere' cannot be read"),
         ({"training": {**QUICK, "data": "./nowhere"}}, "--data './nowhere' is neither a folder"),
         ({"processes": [3]}, "--batch-size 8 cannot be shared by 3 processes"),
     ],

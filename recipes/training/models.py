@@ -32,9 +32,10 @@ def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
     """A tokenizer with a padding token."""
+    if options.tokenizer is None:
+        read_config("--model", options.model)
     option = "--tokenizer" if options.tokenizer else "--model"
-    read_config("--model", options.model or options.tokenizer)
-    return with_padding(read(option, AutoTokenizer, str(options.tokenizer or options.model)))
+    return with_padding(read(option, AutoTokenizer, options.tokenizer or options.model))
 
 
 def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -14,10 +14,9 @@ import hf_rfattn
 from hf_rfattn.results import STAGES
 
 from .loop import Loop, as_document, evaluation_loaders, make_optimizer
-from .messages import errors_as_messages
 from .models import attention_of, mechanism_parameters, set_attention
-from .options import RunOptions, parse_options
-from .session import Session, in_session, latest_state
+from .options import RunOptions
+from .session import Session, in_session, latest_state, run_recipe
 from .task import Prepared, Task, TrainingOrder, check_share
 from .teaching import Inputs, add_adapters, make_teacher, model_inputs, recorded_transfer, transfer, transfer_document
 
@@ -29,9 +28,7 @@ WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 
 def main(task: type[Task[Options]], options: type[Options], description: str) -> None:
     """The `main` of a recipe."""
-    with errors_as_messages():
-        parsed = parse_options(options, description=description)
-    run(task(parsed))
+    run_recipe(options, lambda parsed: run(task(parsed)), description)
 
 
 def run(task: Task) -> Path:
@@ -153,7 +150,6 @@ def finish(loop: Loop) -> None:
         "history": progress.history,
         "options": dataclasses.asdict(options),
         **loop.found,
-        **prepared.facts,
     }
     session.finish(measured, task.name)
 

@@ -43,7 +43,7 @@ from hf_rfattn.results import (
 )
 
 from .messages import errors_as_messages
-from .options import CommonOptions, flag
+from .options import CommonOptions, flag, parse_options
 
 RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
 TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
@@ -106,6 +106,13 @@ class Session:
         self.say(f"Written: {model} and {self.output / RESULT}")
         if options.push_to_hub:
             self.say(f"Published: {hf_rfattn.publish(model, options.push_to_hub, tell=self.say)}")
+
+
+def run_recipe(options: type[CommonOptions], run: Callable[[Any], Path], description: str) -> None:
+    """The `main` of a recipe: its command line, then its work."""
+    with errors_as_messages():
+        parsed = parse_options(options, description=description)
+    run(parsed)
 
 
 def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:

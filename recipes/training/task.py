@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -36,7 +36,6 @@ class Prepared:
     evaluation: Mapping[str, Dataset]
     collate: Collate
     max_length: int
-    facts: dict[str, Any] = field(default_factory=dict)  # for the result file
 
     def __post_init__(self) -> None:
         """While it is trained, a model keeps no cache, which would keep the whole graph."""
