@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor
 
-from .multipole_choice import CausalSizes, Order, Sizes, choose_blocks, choose_for_each, inverse, orders, take
+from .multipole_choice import (
+    CausalSizes,
+    Order,
+    Sizes,
+    choose_blocks,
+    choose_for_each,
+    corners_of,
+    inverse,
+    orders,
+    take,
+)
 from .tiles import into_tiles
 
 
@@ -76,8 +86,7 @@ def multipole_weights(x: Tensor, y: Tensor, sizes: Sizes, order: Order, seen: Te
 
     tiles = into_tiles(take(x, x_order), sizes.tile, heads)[0]  # [H, T, C, D]
     counted = into_tiles(x_seen.expand(1, heads, -1).gather(2, x_order).unsqueeze(-1), sizes.tile, heads)[0]
-    low, high = _corners(y[0], member)
-    chosen = choose_blocks(tiles, counted, low, high, min(sizes.chosen, len(number)), sizes.first, 1.0)
+    chosen = choose_blocks(tiles, counted, _corners(y[0], member), min(sizes.chosen, len(number)), sizes.first, 1.0)
     near = torch.zeros(*chosen.shape[:2], len(number), device=x.device).scatter(2, chosen, 1.0)
     near = near.bool().gather(1, tile[0].unsqueeze(-1).expand(-1, -1, len(number)))  # [H, Lq, B]
     if x.shape[2] == y.shape[2]:
@@ -91,17 +100,15 @@ def causal_multipole_weights(x: Tensor, y: Tensor, sizes: CausalSizes, seen: Ten
     rank = seen.long().cumsum(0) - 1
     number = torch.arange(-(-y.shape[1] // sizes.block), device=y.device)
     member = ((rank // sizes.block == number[:, None]) & seen).expand(y.shape[0], -1, -1)
-    low, high = _corners(y[None], member[None])
-    choice = choose_for_each(x[None], rank[None, None], low, high, sizes)
+    choice = choose_for_each(x[None], rank[None, None], _corners(y[None], member[None]), sizes)
     far = choice.far[0] > -torch.inf  # [H, L, B]
     allowed = (rank <= rank[:, None]) & seen  # key j exists and is not later than query i
     return _near_and_far(x, y, member, ~far, far, allowed)
 
 
-def _corners(y: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest coordinates of the keys of each block: `[..., L, D]`, `[..., B, L]` → `[..., B, D]`."""
-    keys, member = y.detach().unsqueeze(-3), member.unsqueeze(-1)
-    return keys.where(member, torch.inf).amin(-2), keys.where(member, -torch.inf).amax(-2)
+def _corners(y: Tensor, member: Tensor) -> Tensor:
+    """Of the keys of each block: `[..., L, D]`, `[..., B, L]` → `[..., B, 2D]`."""
+    return corners_of(y.detach().unsqueeze(-3), ~member.unsqueeze(-1))
 
 
 def _near_and_far(x, y, member: Tensor, near: Tensor, far: Tensor, allowed: Tensor | None = None) -> Tensor:
