@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .autograd import gradients_of
 from .linear import compute_dtype
-from .multipole_choice import SUBTILES, Order, Sizes, choose_blocks, corners_of, inverse, orders, take
+from .multipole_choice import SUBTILES, Order, Sizes, choose_blocks, inverse, orders, radius_of, take
 from .softmax import LOG2_E, SOME, exp2_of_difference_
 from .tiles import BLOCK, OTHER_BLOCK, from_tiles, into_tiles, traced
 
@@ -131,15 +131,17 @@ def _at_once(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
 
 def _choose(tiles, counted, y, seen, sizes: Sizes, scale: float) -> Tensor:
     """The choice of all tiles `[N, T, t]`."""
-    corners = corners_of(y.detach(), None if seen is None else ~seen.unsqueeze(-1))
     tiles, count = tiles.detach(), min(sizes.chosen, y.shape[1])
+    blocks = _Blocks.of(y.detach(), y.detach()[..., :0], seen)
+    radius = radius_of(blocks.y.square().sum((2, 3)) / blocks.keys.clamp(min=1), blocks.mean_y)
+    radius = radius.masked_fill_(blocks.keys == 0, -torch.inf)
     if traced():
-        return choose_blocks(tiles, counted, corners, count, sizes.first, scale)
+        return choose_blocks(tiles, counted, blocks.mean_y, radius, count, sizes.first, scale)
     chosen = torch.empty(*tiles.shape[:2], count, dtype=torch.long, device=y.device)
     for n, slabs in _chunks(tiles, max(SUBTILES * y.shape[1], tiles[0, 0].numel())):
         for t in slabs:
             votes = None if counted is None else counted[n, t]
-            chosen[n, t] = choose_blocks(tiles[n, t], votes, corners[n], count, sizes.first, scale)
+            chosen[n, t] = choose_blocks(tiles[n, t], votes, blocks.mean_y[n], radius[n], count, sizes.first, scale)
     return chosen
 
 

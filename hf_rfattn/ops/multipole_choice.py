@@ -14,6 +14,7 @@ from torch import Tensor
 from .tiles import traced
 
 SUBTILES = 4  # votes of a tile: as good as one vote for each query, at a fraction of the cost
+DEVIATIONS = 3.0  # above the mean score of a block: 2 and 4 choose nearly as well
 SAMPLE = 4  # every so many tokens tell the variances of all
 BITS = 16  # of the code of a token's content, at most 16
 SPREAD = 8.0  # heads whose queries and keys spread less than this are ordered by content
@@ -53,32 +54,36 @@ def _unique(scores: Tensor) -> Tensor:
     if scores.dtype == torch.float64:  # exactly, where nobody is in a hurry
         return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).neg()
     bits = scores.to(torch.float32).contiguous().view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return bits * 2**32 - torch.arange(scores.shape[-1], device=scores.device)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats rise when they fall
+    return bits.long().mul_(2**32).sub_(torch.arange(scores.shape[-1], device=scores.device))
 
 
 @torch.no_grad()
 def choose_blocks(
-    tiles: Tensor, counted: Tensor | None, corners: Tensor, count: int, first: int, scale: float
+    tiles: Tensor, counted: Tensor | None, mean_y: Tensor, radius: Tensor, count: int, first: int, scale: float
 ) -> Tensor:
     """Numbers `[N, T, count]` of the blocks that each tile of queries sees exactly.
 
-    `tiles` `[N, T, C, D]`; `counted` `[N, T, C, 1]` tells which of these queries vote. `corners` `[N, B, 2D]` of each
-    block, see `bound`. The `first` blocks are always chosen, the others by their bound: each quarter of a tile votes
-    with the softmax over blocks of its mean bound, and the largest vote counts. O(T · B · D).
+    `tiles` `[N, T, C, D]`; `counted` `[N, T, C, 1]` tells which of these queries vote. `mean_y` `[N, B, D]` and
+    `radius` `[N, B]` of each block, see `radius_of`. The `first` blocks are always chosen, the others by
+    `likely_largest`: each quarter of a tile votes with the softmax over blocks of its mean, and the largest vote
+    counts. O(T · B · D).
     """
     parts = tiles.unflatten(2, (SUBTILES, -1))
+    norm = parts.norm(dim=-1, keepdim=True)
     if counted is None:
-        means = torch.cat([parts.clamp(min=0).mean(3), parts.clamp(max=0).mean(3).neg_()], dim=-1)
+        x, norm = parts.mean(3), norm.mean(3)
     else:
         votes = counted.unflatten(2, (SUBTILES, -1)).to(tiles.dtype)
-        means = torch.cat([parts.clamp(min=0) * votes, parts.clamp(max=0).neg_() * votes], dim=-1).sum(3)
-        means = means / votes.sum(3).clamp(min=1)
-    bounds = bound(means.flatten(1, 2) * (scale / math.log(2)), corners)
-    bounds = (bounds - _log2_sum_exp2(bounds)).unflatten(1, (-1, SUBTILES))
+        x, norm = ((z * votes).sum(3) / votes.sum(3).clamp(min=1) for z in (parts, norm))
+    unit = scale / math.log(2)
+    x, norm = (x * unit).flatten(1, 2), (norm * unit).flatten(1, 2)
+    scores = likely_largest(x @ mean_y.mT, norm, radius, tiles.shape[3])
+    scores = (scores - _log2_sum_exp2(scores)).unflatten(1, (-1, SUBTILES))
     if counted is not None:
-        bounds = bounds.masked_fill(~counted.unflatten(2, (SUBTILES, -1)).any(3), -torch.inf)
-    return best_first(_with_first(bounds.amax(2), first), count)
+        scores = scores.masked_fill(~counted.unflatten(2, (SUBTILES, -1)).any(3), -torch.inf)
+    number = torch.arange(scores.shape[-1], device=scores.device)
+    return best_first(scores.amax(2).masked_fill_(number < first, torch.inf), count)
 
 
 def _log2_sum_exp2(x: Tensor) -> Tensor:
@@ -86,56 +91,42 @@ def _log2_sum_exp2(x: Tensor) -> Tensor:
     return largest + (x - largest).exp2_().sum(-1, keepdim=True).log2()
 
 
-def corners_of(y: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Largest coordinates of the keys of each block and of their negatives: `[..., c, D]` → `[..., 2D]`, -inf in a
-    block without keys. `hidden` `[..., c, 1]`: places without a key.
+def radius_of(mean_square: Tensor, mean: Tensor) -> Tensor:
+    """Root of the mean squared distance of keys to their mean: `[...]`, from the mean of their squared norms `[...]`
+    and their mean `[..., D]`.
     """
-    high, low = (y, y) if hidden is None else (y.masked_fill(hidden, edge) for edge in (-torch.inf, torch.inf))
-    return torch.cat([high.amax(-2), low.amin(-2).neg_()], dim=-1)
+    return (mean_square - mean.square().sum(-1)).clamp(min=0).sqrt()
 
 
-def signed_parts(x: Tensor) -> Tensor:
-    """Positive parts of x and of -x: `[..., D]` → `[..., 2D]`."""
-    return torch.cat([x.clamp(min=0), x.clamp(max=0).neg_()], dim=-1)
+def likely_largest(scores: Tensor, norm: Tensor, radius: Tensor, dim: int) -> Tensor:
+    """What the largest score of a query with a key of a block may be: `[..., Q, B]` from its score with the mean key.
 
-
-def bound(parts: Tensor, corners: Tensor) -> Tensor:
-    """u_b(x) = Σ_d max(x_d high_bd, x_d low_bd) ≥ max_{j∈b} x·y_j `[..., Q, B]`, the least number for blocks without
-    keys. `parts` `[..., Q, 2D]` of x, see `signed_parts`; `corners` `[..., B, 2D]` = (high, -low).
+    If the keys scatter alike in all directions, their scores have a standard deviation of ‖x‖ · radius / √D, and this
+    is `DEVIATIONS` of them above the mean. `norm` `[..., Q, 1]` of the queries; `radius` `[..., B]`, -inf for a block
+    without keys.
     """
-    empty = corners[..., 0] == -torch.inf
-    return (parts @ corners.mT).masked_fill_(empty.unsqueeze(-2), torch.finfo(parts.dtype).min)
-
-
-def _with_first(scores: Tensor, first: int) -> Tensor:
-    number = torch.arange(scores.shape[-1], device=scores.device)
-    return scores.masked_fill(number < first, torch.inf)
-
-
-class Choice(NamedTuple):
-    """What causal queries see; N is the number of blocks."""
-
-    own: Tensor  # [B, 1, R, 1], block of the last key that each query sees
-    between: Tensor  # [B, 1, R, N], blocks that can be chosen
-    chosen: Tensor  # [B, K, R, t]
-    far: Tensor  # [B, K, R, N], log of the number of keys of blocks that count as means, else -inf
+    return scores + norm.clamp(min=1e-30) * (radius * (DEVIATIONS / math.sqrt(dim))).unsqueeze(-2)
 
 
 @torch.no_grad()
-def choose_for_each(x: Tensor, rank: Tensor, corners: Tensor, sizes: CausalSizes) -> Choice:
-    """The choice of each causal query for itself, by the same bound.
+def choose_for_each(
+    x: Tensor, rank: Tensor, scores: Tensor, radius: Tensor, sizes: CausalSizes
+) -> tuple[Tensor, Tensor]:
+    """The choice of each causal query for itself, by the same rule: its exact blocks `[B, K, R, t]`, and a bias `[B,
+    K, R, N]` for the means of all N blocks, the log of the number of keys of those that count as means, else -inf.
 
     Queries `[B, K, R, D]` carry the scale; each sees `rank` `[B, 1, R]` keys before the last one it sees, -1 if none.
-    `corners` `[B, K, N, 2D]` as in `bound`. Between the first and the local blocks all have `sizes.block` keys.
+    `scores` `[B, K, R, N]` with the mean keys, `radius` `[B, K, N]`. The exact blocks are the first, the local and the
+    chosen ones; a query that sees fewer gets some that come after its own block, in which it sees no key.
     """
-    number = torch.arange(corners.shape[2], device=x.device)
-    own = rank.div(sizes.block, rounding_mode="floor").unsqueeze(-1)
-    between = (number >= sizes.first) & (number < own - sizes.local)
-    bounds = bound(signed_parts(x), corners.to(x.dtype))
-    bounds = bounds.masked_fill(~between, torch.finfo(x.dtype).min)
-    chosen = best_first(bounds, min(sizes.chosen, corners.shape[2]))
-    far = torch.full_like(bounds, math.log(sizes.block)).masked_fill(~between, -torch.inf)
-    return Choice(own, between, chosen, far.scatter(3, chosen, -torch.inf))
+    number = torch.arange(radius.shape[2], device=x.device)
+    own = rank.div(sizes.block, rounding_mode="floor").unsqueeze(-1)  # block of the last key that each query sees
+    bounds = likely_largest(scores, x.norm(dim=-1, keepdim=True), radius, x.shape[3])
+    bounds = bounds.masked_fill_((number < sizes.first) | (number >= own - sizes.local), torch.inf)
+    bounds = bounds.masked_fill_(number > own, -torch.inf)
+    exact = best_first(bounds, min(sizes.first + sizes.chosen + sizes.local + 1, radius.shape[2]))
+    far = torch.where(number <= own, math.log(sizes.block), -torch.inf).to(x.dtype).expand_as(bounds)
+    return exact, far.scatter(3, exact, -torch.inf)
 
 
 @torch.no_grad()
