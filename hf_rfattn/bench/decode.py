@@ -118,7 +118,7 @@ class Decoder:
     ):
         self.model, self.context, self.tokens = model, context, tokens
         self.generator = torch.Generator(model.device).manual_seed(seed)
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Any = DynamicCache(config=model.config)
         if static:
             self.cache = StaticCache(model.config, max_cache_len=context + tokens)
         self.mask = torch.ones(batch, context + tokens, dtype=torch.long, device=model.device)
@@ -157,8 +157,8 @@ class Decoder:
                 new = old.new_empty(*old.shape[:2], self._kept(layer), old.shape[3])
                 setattr(layer, name, new.normal_(generator=self.generator))
         elif type(layer) is StaticLayer:
-            layer.keys.normal_(generator=self.generator)
-            layer.values.normal_(generator=self.generator)
+            for tensor in (layer.keys, layer.values):
+                tensor.normal_(generator=self.generator)  # type: ignore[union-attr]
         elif isinstance(layer, RecurrentLayer) and isinstance(layer.state, Context):
             layer.state.reset()
             shapes = ((*x.shape[:2], self.context - 1, x.shape[3]) for x in (layer.state.keys, layer.state.values))
@@ -176,8 +176,8 @@ class Decoder:
             if isinstance(layer.state, Context):
                 layer.state.count.fill_(self.context - 1)
             return
-        if type(layer) is StaticLayer:
-            layer.cumulative_length.fill_(self.context - 1)
+        if isinstance(layer, StaticLayer):
+            layer.cumulative_length.fill_(self.context - 1)  # type: ignore[attr-defined]
             return
         layer.keys = layer.keys[:, :, : self._kept(layer)].contiguous()
         layer.values = layer.values[:, :, : self._kept(layer)].contiguous()
@@ -241,7 +241,8 @@ def _measure_group(
             if (name, context) not in decoders:
                 cell["skipped"] = skipped[context]
                 continue
-            own, softmax, static = (seconds.get((key, context)) for key in (name, SOFTMAX, STATIC))
+            own = seconds[name, context]
+            softmax, static = (seconds.get((key, context)) for key in (SOFTMAX, STATIC))
             spread = Spread.of([1000 * s / settings.tokens for s in own])
             cell |= {
                 "ms_per_token": spread.to_dict(),

@@ -5,7 +5,7 @@ count one by one. Every other block b counts as its n_b keys at their mean key, 
 
     out_i = (Σ_{j chosen} exp(x_i·y_j) v_j + Σ_{b not chosen} n_b exp(x_i·ȳ_b) v̄_b) / (the same sums without values).
 
-With all blocks chosen it is softmax. Near and far part are softmax attention each, merged by their log-sum-exp.
+With all blocks chosen it is softmax.
 """
 
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ def multipole_attention(
 
     Queries `[B, H, Lq, D]`, keys `[B, Hkv, Lk, D]`, values `[B, Hkv, Lk, Dv]`; `key_mask` `[B, Lk]`: True for keys that
     exist, and if Lq = Lk for queries that exist. Blocks and tiles count tokens that exist, by position or by content
-    (a k-d tree), "auto" by a rule for each head (`prefers_content`). Time O(L · (exact keys + L / block) · D), memory
-    O(L · D) and, for some tiles at a time, O(tile · L / block); in backward too.
+    (`content_code`), "auto" by a rule for each head (`prefers_content`). Time O(L · (exact keys + L / block) · D),
+    memory O(L · D) and, for some tiles at a time, O(tile · L / block); in backward too.
     """
     dtype, heads = compute_dtype(q), k.shape[1]
     x, y, u = (z.to(dtype) for z in (q, k, v))

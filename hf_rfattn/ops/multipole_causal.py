@@ -1,8 +1,8 @@
 """Causal multipole attention: each query chooses its exact blocks itself, at once or token by token.
 
-A query sees exactly the first blocks, its own and some blocks before it, and of the blocks between those that its bound
-ranks highest (`multipole_choice`); the others count as their means. The choice depends on the query and its past alone,
-so however tokens are cut into calls, the outputs are the same.
+A query sees exactly the first blocks, its own block, some blocks before it, and of the others those that rank highest
+(`multipole_choice`); the rest count as their means. The choice depends on the query and its past alone, so however
+tokens are cut into calls, the outputs are the same.
 """
 
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ class Context(State):
     def new(batch: int, heads: int, head_dim: int, value_dim: int, length: int, block: int, like: Tensor) -> "Context":
         """Room for `length` tokens, `like` a tensor in dtype and device."""
         number = -(-length // block) + 1
-        total = compute_dtype(like)
-        return Context(
-            like.new_zeros(batch, heads, number * block, head_dim),
-            like.new_zeros(batch, heads, number * block, value_dim),
-            *(like.new_zeros(batch, heads, number, size, dtype=total) for size in (head_dim, value_dim, 1, 1)),
-            torch.zeros(batch, 1, dtype=torch.long, device=like.device),
+        keys, values = (like.new_zeros(batch, heads, number * block, size) for size in (head_dim, value_dim))
+        sum_keys, sum_values, squares, radius = (
+            like.new_zeros(batch, heads, number, size, dtype=compute_dtype(like))
+            for size in (head_dim, value_dim, 1, 1)
         )
+        count = torch.zeros(batch, 1, dtype=torch.long, device=like.device)
+        return Context(keys, values, sum_keys, sum_values, squares, radius, count)
 
     @property
     def block(self) -> int:
@@ -114,7 +114,8 @@ class Context(State):
         count = rank[:, -1:] + 1
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
-        return Context(keys, values, *summaries, count), rank
+        sum_keys, sum_values, squares, radius = summaries
+        return Context(keys, values, sum_keys, sum_values, squares, radius, count), rank
 
 
 def _squared(y: Tensor) -> Tensor:

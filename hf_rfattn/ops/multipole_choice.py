@@ -125,8 +125,8 @@ def choose_for_each(
     bounds = bounds.masked_fill_((number < sizes.first) | (number >= own - sizes.local), torch.inf)
     bounds = bounds.masked_fill_(number > own, -torch.inf)
     exact = best_first(bounds, min(sizes.first + sizes.chosen + sizes.local + 1, radius.shape[2]))
-    far = torch.where(number <= own, math.log(sizes.block), -torch.inf).to(x.dtype).expand_as(bounds)
-    return exact, far.scatter(3, exact, -torch.inf)
+    far = torch.full_like(bounds, math.log(sizes.block)).masked_fill_(number > own, -torch.inf)
+    return exact, far.scatter_(3, exact, -torch.inf)
 
 
 @torch.no_grad()
@@ -172,7 +172,8 @@ def content_code(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """
     bits = min(BITS, x.shape[-1])
     largest = variance.argsort(dim=-1, descending=True, stable=True)[..., :bits].unsqueeze(-2)
-    sides = x.gather(-1, largest.expand(*x.shape[:-1], -1)) > mean.unsqueeze(-2).gather(-1, largest)
+    middle = mean + 1e-3 * variance.sqrt()  # not just the mean, at which rounded numbers may lie
+    sides = x.gather(-1, largest.expand(*x.shape[:-1], -1)) > middle.unsqueeze(-2).gather(-1, largest)
     weights = 2.0 ** torch.arange(bits - 1, -1, -1, device=x.device, dtype=x.dtype)
     gray = (sides.to(x.dtype) @ weights).to(torch.int32)
     for shift in (8, 4, 2, 1):
