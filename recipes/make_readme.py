@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import measure_sharding
 import PIL.Image
 import typer
 from comparison.report import overview_table, percent, rate, report
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "bench ops": ("One attention layer: speed over softmax", ops),
     "bench model": ("A whole model: speed over softmax, and memory", model),
     "bench decode": ("Generation", decode),
+    "bench sharding": ("One sequence over several processes: bytes sent and memory", measure_sharding),
     "bench compile": ("torch.compile: seconds of the first call at each length", compile_time),
 }
 
