@@ -260,7 +260,8 @@ def part_of_global_attention(
         index, both = slots, fetched
     else:  # sequences that begin in this part have their global keys here
         local = found.own - part.start
-        index = torch.where(local < 0, slots, local + slots.shape[2])
+        here = (local >= 0) & (local < part.length)  # what comes later is not seen
+        index = torch.where(here, local + slots.shape[2], slots)
         both = torch.cat([fetched, torch.cat([k, v], -1)], 2)
     k, v = both.split([k.shape[-1], v.shape[-1]], -1)
     return attend_to_chosen(q, k, v, index, present, scale)
