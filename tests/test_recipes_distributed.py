@@ -101,7 +101,7 @@ def test_sequence_parallel(zygote, bert, single, tmp_path):
     start(zygote, tmp_path, *line, "--sequence-parallel", 2, "--resume", processes=2).wait(check=True)
     agree(tmp_path, single)
     assert result(tmp_path)["options"]["sequence_parallel"] == 2
-    assert result(tmp_path)["attention_error"]["after"]["overall"] > 0
+    assert result(tmp_path)["attention_error"]["after"]["overall"]
     assert start(zygote, tmp_path, *line, "--sequence-parallel", 2, "--overwrite").wait() == [2]  # one process
 
 
