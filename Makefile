@@ -60,7 +60,7 @@ peers:
 bench-peers: peers
 	HF_HUB_OFFLINE=1 $(PEERS)/bin/hf-rfattn bench ops --peers --dtypes float32 --features 64,256 $(ARGS)
 
-readme: $(VENV)/.base
+readme: $(VENV)/.recipes
 	$(BIN)/python recipes/make_readme.py
 	PYTHONPATH=tests $(BIN)/python -m support.reach_table --readme README.md
 

