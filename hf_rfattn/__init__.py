@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .mechanisms.multipole import MultipoleConfig
     from .mechanisms.naming import attention_label, mechanism_names_in
     from .mechanisms.rff import RffConfig
+    from .ops.backend import set_backend
 
 __version__ = "0.1.0"
 
@@ -75,6 +76,7 @@ __all__ = [
     "redraw",
     "register_mechanism",
     "resolve_config",
+    "set_backend",
     "unpatch_model",
     "write_card",
 ]
@@ -114,6 +116,7 @@ _HOMES = {
     "mechanisms.multipole": ["MultipoleConfig"],
     "mechanisms.naming": ["attention_label", "mechanism_names_in"],
     "mechanisms.rff": ["RffConfig"],
+    "ops.backend": ["set_backend"],
 }
 
 if not TYPE_CHECKING:  # a type checker that saw it would take any name for a public one

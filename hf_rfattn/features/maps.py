@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..ops import FeatureFunction, Features
 from ..ops.fused import Landmarks
+from ..ops.linear import compute_dtype
 from .projections import Projection, draw_projection, seeded_generator
 
 Role = Literal["query", "key"]
@@ -156,7 +157,7 @@ class LogLinearFeatures(FeatureMap):
         return norms - math.log(weight.shape[1]) / 2
 
     def landmarks(self, x, role, scale, weight, bias, temperature):
-        offset = 0.0 if role == "query" else self.query_offset(x.float(), scale, weight, bias, temperature)
+        offset = 0.0 if role == "query" else self.query_offset(x.to(compute_dtype(x)), scale, weight, bias, temperature)
         return [Landmarks(weight, bias, offset)]
 
     def pull(self, x, role, scale, gradient, weight, bias, temperature):

@@ -21,6 +21,7 @@ from .tiles import traced
 
 BACKENDS = ("auto", "torch", "fused")
 DEVICES = ("cuda",)  # what torch calls GPUs of both NVIDIA and AMD
+SMALLEST_HEAD = 16  # of products on tensor cores
 CHECK_LENGTH = 160  # tokens of the inputs of a check: more than a block of FlexAttention
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.05, torch.float16: 0.05}  # relative; half precision rounds features
 
@@ -82,8 +83,8 @@ def fused(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...
         return False
     if problem is None and q.dtype not in TOLERANCE:
         problem = f"{q.dtype} is not supported"
-    if problem is None and min(q.shape[3], v.shape[3]) < 16:
-        problem = "heads are smaller than 16"
+    if problem is None and min(q.shape[3], v.shape[3]) < SMALLEST_HEAD:
+        problem = f"heads are smaller than {SMALLEST_HEAD}"
     if problem is None and not torch.compiler.is_compiling() and traced():
         problem = "transforms of torch.func need plain operations"
     problem = problem or missing(operator)

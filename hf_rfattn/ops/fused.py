@@ -13,7 +13,6 @@ that is gated linear attention (`fla.ops.gla`), whose gate is the change of a ru
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from .masks import segment_starts
 from .softmax import exp_of_difference, merge
+from .tiles import traced
 
 BLOCK = 128  # queries and keys of a block that FlexAttention computes or skips as a whole
 COMPILER = "inductor"
@@ -74,7 +74,7 @@ def _offset(x: Tensor, features: Landmarks, scale: float) -> Tensor:
     if isinstance(features.offset, Tensor):
         return features.offset
     weight = _landmark_tokens(features, x)
-    bias = None if features.bias is None else features.bias[:, 0].float().expand(len(x), -1, -1)
+    bias = None if features.bias is None else features.bias[:, 0].to(torch.promote_types(x.dtype, torch.float32)).expand(len(x), -1, -1)
     return -attend(x, weight, weight, scale=scale, key_bias=bias)[1]
 
 
@@ -138,7 +138,7 @@ def attend(
             return (low[b, i] <= j) & (j <= high[b, i])
 
         block_mask = _block_mask(*ranges, k.shape[2], in_range)
-    out, lse = _flex()(q, k, v, score_mod, block_mask, scale, groups > 1)
+    out, lse = _flex(q, k, v, score_mod, block_mask, scale, groups > 1)
     return out, lse.unsqueeze(-1)
 
 
@@ -169,18 +169,28 @@ def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Callable[..., Ten
     )
 
 
-@cache
-def _flex() -> Callable[..., tuple[Tensor, Tensor]]:
-    """FlexAttention, compiled when it is first called."""
+def _flex(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """FlexAttention, compiled when it is first called, or as a part of a model that is being compiled."""
+    global _compiled
+    if traced():
+        return _flex_attention(*arguments)
+    if _compiled is None:
+        _compiled = torch.compile(
+            _flex_attention, dynamic=True, fullgraph=True, backend=COMPILER, recompile_limit=SIGNATURES
+        )
+    return _compiled(*arguments)
+
+
+_compiled: Any = None
+
+
+def _flex_attention(q, k, v, score_mod, block_mask, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    def attention(q, k, v, score_mod, block_mask, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
-        out, aux = flex_attention(
-            q, k, v, score_mod, block_mask, scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
-        )
-        return out, aux.lse
-
-    return torch.compile(attention, dynamic=True, fullgraph=True, backend=COMPILER, recompile_limit=SIGNATURES)
+    out, aux = flex_attention(
+        q, k, v, score_mod, block_mask, scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
 
 
 def causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[Tensor, ...]:
@@ -224,7 +234,7 @@ def _running_maximum(log: Tensor, starts: Tensor | None) -> Tensor:
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the numbers
     number = F.pad(starts.long().cumsum(1), (1, 0))[:, None, :, None] << 32
     bits = ((bits + number).cummax(2).values - number).int()
-    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32).to(log.dtype)
 
 
 def _gated_linear_attention(q, k, v, gate, state) -> tuple[Tensor, Tensor]:
