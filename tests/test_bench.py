@@ -19,7 +19,7 @@ from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.mechanisms import resolve_config
 from hf_rfattn.mechanisms.registry import mechanism_class
-from hf_rfattn.results import environment
+from hf_rfattn.results import documents
 
 QUICK = ("--batches", "1,2", "--repetitions", 2, "--tokens", 2)
 
@@ -158,8 +158,8 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch):
     assert found["schema_version"] == results.SCHEMA_VERSION and found["kind"] == "test" and found["seed"] == 3
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["no-such-package"] is None
     assert found["hardware"]["threads"] == torch.get_num_threads() and found["hardware"]["memory_bytes"] > 2**28
-    monkeypatch.setattr(environment, "PACKAGE", tmp_path)
-    assert environment.git_state() == {"commit": None, "changed": None}
+    monkeypatch.setattr(documents, "PACKAGE", tmp_path)
+    assert documents.git_state() == {"commit": None, "changed": None}
 
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import types
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.faults import scrub
-from hf_rfattn.hub.publish import make_plan, publish
+from hf_rfattn.hub.publish import make_plan, publish, scrub
 from hf_rfattn.results import checkpoint_fingerprint
 from hf_rfattn.results.fingerprint import INDEX
 
@@ -192,20 +190,11 @@ def test_shards_are_those_of_the_index(folder):
         make_plan(folder, NAME)
 
 
-def test_the_user_is_asked_about_the_rest(folder, monkeypatch):
-    """On a terminal only; a script names files with --include."""
+def test_other_files_are_sent_if_they_are_named(folder, monkeypatch):
     for name in ("notes.txt", "photo.png"):
         (folder / name).write_text("mine")
-    sent = []
-    monkeypatch.setattr("hf_rfattn.hub.publish.publish", lambda *_, include, **__: sent.append(list(include)))
-    words = ["publish", str(folder), "--repo", NAME]
-    done = CliRunner().invoke(app, words)
-    assert "Left out: notes.txt, photo.png (--include FILE sends one)" in done.output and sent == [[]]
-    terminal = types.SimpleNamespace(stdin=types.SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("hf_rfattn.cli.hub.sys", terminal)
-    done = CliRunner().invoke(app, words, input="n\ny\n")
-    assert "photo.png does not belong to a model. Send it too? [y/N]" in done.output
-    assert sent[1:] == [["photo.png"]] and "Left out: notes.txt" in done.output
+    done = CliRunner().invoke(app, ["publish", str(folder), "--repo", NAME, "--dry-run", "--include", "photo.png"])
+    assert "Left out: notes.txt (--include FILE sends one)" in done.output and "photo.png" in done.output
 
 
 def test_the_card_names_the_repository(folder):

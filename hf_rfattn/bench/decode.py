@@ -38,13 +38,13 @@ from ..results import (
     Bullets,
     Image,
     Table,
+    in_bytes,
     load_average,
     machine,
     name_of,
     new_result,
     rounded,
 )
-from ..results.units import in_bytes
 from .contenders import named_configs
 from .devices import check_device, check_dtype
 from .loading import SHAPES, describe, load_model, share_weights

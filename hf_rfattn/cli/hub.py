@@ -1,6 +1,5 @@
 """`hf-rfattn card DIR` and `hf-rfattn publish DIR --repo me/name`. What they need is imported when they run."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -56,34 +55,26 @@ def publish(
 ) -> None:
     """Send a patched checkpoint with its card, plot and results to the Hub, in one commit.
 
-    Only files that belong to a model are sent, those that --include names, and those that you agree to on the terminal.
-    The token is that of `hf auth login` or of HF_TOKEN.
+    Only files that belong to a model and those named by --include are sent. The token is that of `hf auth login` or
+    HF_TOKEN.
     """
     with errors_without_traceback():
         import transformers
 
         from ..hub.publish import make_plan
         from ..hub.publish import publish as send
-        from ..results.units import in_bytes
+        from ..results import in_bytes
 
         transformers.logging.set_verbosity_error()
-        sent = list(include or ())
-        plan = make_plan(folder, repo, revision, sent)
-        if not dry_run and sys.stdin.isatty():
-            asked = [
-                name for name in plan.left_out if typer.confirm(f"{name} does not belong to a model. Send it too?")
-            ]
-            sent += asked
-            plan = make_plan(folder, repo, revision, sent)
+        plan = make_plan(folder, repo, revision, include or ())
         for name, size in plan.files.items():
             typer.echo(f"{in_bytes(size):>12}  {name}")
         typer.echo(f"{in_bytes(plan.size):>12}  {len(plan.files)} files, to {plan.address}")
         if plan.left_out:
             typer.echo(f"Left out: {', '.join(plan.left_out)} (--include FILE sends one)")
         try:
-            address = send(
-                folder, repo, private=private, revision=revision, dry_run=dry_run, include=sent, tell=typer.echo
-            )
+            options = {"private": private, "revision": revision, "dry_run": dry_run, "include": include or ()}
+            address = send(folder, repo, **options, tell=typer.echo)  # type: ignore[arg-type]
         except KeyboardInterrupt:
             typer.echo("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
             raise typer.Exit(INTERRUPTED) from None

@@ -241,7 +241,7 @@ def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
 
 def _cost_lines(report: dict[str, Any]) -> list[str]:
     from ..integration.text_table import text_table
-    from ..results.units import in_bytes, si
+    from ..results import in_bytes, si
 
     name = report["attention"]["mechanism"]
     memory = {

@@ -1,13 +1,17 @@
-"""The text of a model card, as the blocks of a report. Every number comes from result documents."""
+"""The text, the plot and the citations of a model card. Every number comes from result documents."""
 
 import json
+import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from ..mechanisms.naming import attention_label, full_config
+from ..mechanisms.naming import attention_label, full_config, mechanism_names_in, mechanisms_in
 from ..results import (
+    DASH,
     RESULTS,
+    SOFTMAX,
     Block,
     Bullets,
     Heading,
@@ -17,134 +21,106 @@ from ..results import (
     SpeedResult,
     Table,
     TransferResult,
+    in_bytes,
     number,
 )
-from ..results.report import DASH
-from ..results.units import in_bytes
-from .card_plot import plot_results
-from .citations import cite
-from .findings import Comparison, crossover, limitations
-from .folder import PLOT, CheckpointFolder
+from .folder import PLOT
 
 if TYPE_CHECKING:
-    from .cards import Card
+    from matplotlib.figure import Figure
 
-SPEED = [
-    "tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak memory", "this model, peak memory",
-]  # fmt: skip
+    from .cards import Card, Comparison
+
+PAPERS = {
+    "favor+": ["choromanski2021performers"],
+    "rff": ["rahimi2007random", "peng2021random"],
+    "linear": ["katharopoulos2020transformers"],
+    "hedgehog": ["zhang2024hedgehog"],
+    "fmm": ["nguyen2021fmmformer"],
+    "band": ["nguyen2021fmmformer"],  # its near field
+}
+FAVOR_PLUS_PLUS = "likhosherstov2022chefs"
 
 
 def card_text(card: "Card") -> Iterator[Block]:
     """All of it below the metadata."""
-    spec = card.folder.spec
-    yield Heading(card.title, 1)
-    yield Paragraph(summary(card))
-    yield Heading("What was replaced with what")
-    yield Table("", ["layers", "attention", "options"], list(layer_rows(card.folder)))
-    cross = "replaced as well" if spec.get("cross_attention") else "softmax, where there is any"
+    spec, name = card.folder.spec, card.base_model
+    base = f"[{name}](https://huggingface.co/{name})" if card.base_on_hub else f"`{name}`" if name else "A model"
+    tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
+    yield Heading(card.address.rpartition("/")[2], 1)
     yield Paragraph(
-        f"Cross-attention: {cross}. Seed of the random draws: {spec.get('seed')}; the draws themselves are in the "
-        "weights, and nothing is drawn again on loading."
+        f"{base} whose softmax attention was replaced by linear-time attention ({', '.join(card.mechanisms)}) with "
+        f"`hf_rfattn`{f', fine-tuned on {tasks}' if tasks else ''}."
+        + ("" if card.license else " The licence of the base model is not recorded here; look it up before use.")
+    )
+    yield Heading("Attention")
+    yield Table("", ["layers", "attention", "options"], list(_layer_rows(card)))
+    yield Paragraph(
+        f"Cross-attention: {'replaced' if spec.get('cross_attention') else 'softmax, if any'}. Random seed: "
+        f"{spec.get('seed')}; random features are stored with the weights and are not drawn again on loading."
     )
     yield Heading("How to load it")
-    yield from loading(card)
+    yield Paragraph(_loading(card))
     yield Heading("Results")
-    yield from results(card)
+    if not card.used:
+        yield Paragraph("Nothing was measured with this checkpoint.")
+    if card.comparisons or card.timings:
+        what = "Accuracy beside softmax and the controls; time and memory by length"
+        yield Image(PLOT, what, lambda: plot_results(card.comparisons, card.timings))
+    for transfer in card.transfers:
+        yield from _transfer_table(transfer)
+    for comparison in card.comparisons:
+        yield from _task_table(comparison)
+    for speed in card.timings:
+        yield from _speed_table(speed)
     yield Heading("Limitations")
-    yield Bullets(limitations(card.comparisons, card.timings))
+    yield Bullets(list(card.limitations()))
     yield Heading("How to reproduce")
-    yield Bullets([origin(r) for r in card.used]) if card.used else Paragraph("No run is recorded.")
-    yield Paragraph(
-        f"This card was made by `hf-rfattn card` from the documents in `{RESULTS}/` and the checkpoint's "
-        "`config.json`, and from nothing else."
-    )
+    yield Bullets([_origin(r) for r in card.used]) if card.used else Paragraph("No run is recorded.")
+    yield Paragraph(f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`.")
     if entries := cite({"layers": spec["layers"]}):
         yield Heading("Citations")
         yield Paragraph("```bibtex\n" + "\n\n".join(entries) + "\n```")
 
 
-def summary(card: "Card") -> str:
-    base = "A model" if card.base_model is None else f"`{card.base_model}`"
-    if card.base_on_hub:
-        base = f"[{card.base_model}](https://huggingface.co/{card.base_model})"
-    tasks = " and ".join(dict.fromkeys(comparison.own.task for comparison in card.comparisons))
-    tuned = f", fine-tuned on {tasks}" if tasks else ""
-    licence = "" if card.license else " The licence of the base model is not recorded here; look it up before use."
-    return (
-        f"{base} whose softmax attention was replaced by linear-time attention ({', '.join(card.mechanisms)}) with "
-        f"`hf_rfattn`{tuned}.{licence}"
-    )
-
-
-def layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
-    for part, spec in folder.specs.items():
+def _layer_rows(card: "Card") -> Iterator[list[str]]:
+    for part, spec in card.folder.specs.items():
         for layers, config in spec["layers"].items():
             full = full_config(config)
-            options = {k: v for k, v in full.items() if k != "mechanism"} if isinstance(full, dict) else {}
-            name = full["mechanism"] if isinstance(full, dict) else full
-            written = ", ".join(f"`{option}={json.dumps(value)}`" for option, value in options.items())
-            yield [f"{part} {layers}".strip(), f"softmax → {name}", written or "none"]
+            full = full if isinstance(full, dict) else {"mechanism": full}
+            options = ", ".join(f"`{k}={json.dumps(v)}`" for k, v in full.items() if k != "mechanism")
+            yield [f"{part} {layers}".strip(), f"softmax → {full['mechanism']}", options or "none"]
 
 
-def loading(card: "Card") -> Iterator[Block]:
-    with_tokenizer = (card.folder.path / "tokenizer_config.json").exists()
-    code = [
-        "import hf_rfattn  # before loading: it brings the attention back",
-        f"from transformers import {card.loader}{', AutoTokenizer' if with_tokenizer else ''}",
-        "",
-        f'model = {card.loader}.from_pretrained("{card.address}")',
-    ]
-    if with_tokenizer:
+def _loading(card: "Card") -> str:
+    classes = [card.loader]
+    code = [f'model = {card.loader}.from_pretrained("{card.address}")']
+    if (card.folder.path / "tokenizer_config.json").exists():
+        classes.append("AutoTokenizer")
         code.append(f'tokenizer = AutoTokenizer.from_pretrained("{card.address}")')
-    yield Paragraph("```\npip install hf-rfattn\n```")
-    yield Paragraph("\n".join(["```python", *code, "```"]))
-    yield Paragraph(
-        "Without `import hf_rfattn` transformers refuses to load it, rather than run it with an attention it was not "
-        "trained with."
-    )
+    imports = ["import hf_rfattn  # before loading", f"from transformers import {', '.join(classes)}"]
+    return "\n".join(["`pip install hf-rfattn`, then:", "", "```python", *imports, "", *code, "```"])
 
 
-def results(card: "Card") -> Iterator[Block]:
-    if not card.used:
-        yield Paragraph(
-            "Nothing was measured with this checkpoint, so this card claims nothing about its quality or its speed."
-        )
-    if card.has_plot:
-        what = "Accuracy beside softmax and the controls; time and memory by length"
-        yield Image(PLOT, what, lambda: plot_results(card.comparisons, card.timings))
-    for transfer in card.transfers:
-        yield from transfer_table(transfer)
-    for comparison in card.comparisons:
-        yield from task_table(comparison)
-    for speed in card.timings:
-        yield from speed_table(speed)
-
-
-def transfer_table(result: TransferResult) -> Iterator[Block]:
-    settings = [f"{k} {json.dumps(v)}" for k, v in result.transfer.items() if not isinstance(v, (dict, list))]
-    before, after = result.errors.before, result.errors.after
-    columns = zip(after.layers, after.average, before.overall, after.overall, strict=True)
+def _transfer_table(result: TransferResult) -> Iterator[Block]:
+    settings = ", ".join(f"{k} {json.dumps(v)}" for k, v in result.transfer.items() if not isinstance(v, (dict, list)))
+    before, after = result.errors["before"], result.errors["after"]
+    columns = zip(after["layers"], after["average"], before["overall"], after["overall"], strict=True)
     yield Heading("Attention transfer", 3)
     yield Paragraph(
-        "The mechanisms were taught to imitate the softmax they replace, layer by layer. Text: "
-        f"{dataset(result.dataset)}, without labels; {', '.join(settings)}. On {result.machine}."
+        f"Error of attention outputs relative to softmax, by layer. Text, without labels: {_dataset(result.dataset)}; "
+        f"{settings}. On {result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
     )
     rows = [[f"`{layer}`", *map(number, errors)] for layer, *errors in columns]
     yield Table("", ["layer", "plain averaging", "before", "after"], rows)
-    yield Paragraph(
-        "Errors of attention outputs relative to softmax. A small error is not accuracy on a task: fine-tune and "
-        "evaluate."
-    )
 
 
-def task_table(comparison: Comparison) -> Iterator[Block]:
-    own = comparison.own
-    rows, more = [], ""
-    for row in comparison.rows:
-        result, role = row.result, row.role
+def _task_table(comparison: "Comparison") -> Iterator[Block]:
+    own = comparison[0][1]
+    rows = []
+    for role, result in comparison:
         if taught := result.document.get("transfer"):
             role += f", after {taught['steps']} steps of attention transfer"
-            more = " (attention transfer, without labels, came on top where a row had it)"
         values = [result.metrics[name].value if name in result.metrics else None for name in own.metrics]
         values += [result.samples_per_second, result.tokens_per_second]
         cells = [DASH if value is None else number(value) for value in values]
@@ -154,38 +130,85 @@ def task_table(comparison: Comparison) -> Iterator[Block]:
     examples = ", ".join(f"{name} on {metric.n:,}" for name, metric in own.metrics.items())
     yield Heading(own.task, 3)
     yield Paragraph(
-        f"Data: {dataset(own.dataset)}; examples: {examples}. Budget, the same for every row{more}: {budget}. "
+        f"Data: {_dataset(own.dataset)}; examples: {examples}. All rows have the same training budget: {budget}. "
         f"On {own.machine}."
     )
     headings = ["attention", "what it is", "seed", *own.metrics, "samples/s", "tokens/s", "peak memory"]
     yield Table("", headings, rows)
 
 
-def speed_table(speed: SpeedResult) -> Iterator[Block]:
+def _speed_table(speed: SpeedResult) -> Iterator[Block]:
     rows = []
     for t in speed.lengths:
         peaks = [DASH if peak is None else in_bytes(peak) for peak in (t.softmax_peak_bytes, t.patched_peak_bytes)]
         milliseconds = [number(seconds * 1000) for seconds in (t.softmax_seconds, t.patched_seconds)]
         rows.append([f"{t.length:,}", *milliseconds, f"{number(t.speed, 3)} ×", *peaks])
-    start = crossover(speed)
     yield Heading("Speed and memory by length", 3)
     yield Paragraph(f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}.")
-    yield Table("", SPEED, rows)
-    yield Paragraph(
-        "Not faster than softmax at the longest length measured."
-        if start is None
-        else f"Break-even: faster than softmax from {start:,} tokens on, among the lengths measured."
-    )
+    headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
+    yield Table("", headings, rows)
 
 
-def dataset(document: Mapping[str, Any]) -> str:
+def _dataset(document: Mapping[str, Any]) -> str:
     return " ".join(f"`{document[key]}`" for key in ("name", "config", "split") if document.get(key))
 
 
-def origin(result: Result) -> str:
+def _origin(result: Result) -> str:
     git, command = result.git, result.document.get("command")
     commit = f"commit `{git['commit']}`" if git.get("commit") else "a commit that was not recorded"
     changed = " with uncommitted changes" if git.get("changed") else ""
     line = f": `{shlex.join(map(str, command)) if isinstance(command, list) else command}`" if command else ""
     packages = ", ".join(f"{name} {version}" for name, version in result.versions.items() if version)
     return f"`{RESULTS}/{result.file}`{line}, {commit}{changed} of hf_rfattn, seed {result.seed} ({packages})"
+
+
+def plot_results(comparisons: "Sequence[Comparison]", timings: Sequence[SpeedResult]) -> "Figure":
+    """A panel of bars for each task's main metric, and one of lines for the times of each speed result."""
+    from matplotlib.figure import Figure
+
+    from ..results.plots import line_style, log_log
+
+    panels = len(comparisons) + len(timings)
+    figure = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for panel, comparison in zip(axes, comparisons, strict=False):
+        own = comparison[0][1]
+        metric = own.main_metric
+        rows = [(role, result) for role, result in comparison if metric in result.metrics][::-1]
+        names = [(mechanism_names_in(result.attention) or [SOFTMAX])[0] for _, result in rows]
+        values = [result.metrics[metric].value for _, result in rows]
+        bars = panel.barh(range(len(rows)), values, color=[line_style(name)["color"] for name in names])
+        panel.bar_label(bars, [number(value) for value in values], padding=3)
+        labels = [f"{attention_label(result.attention)[:40]}\n{role}" for role, result in rows]
+        panel.set_yticks(range(len(rows)), labels, fontsize=7)
+        panel.margins(x=0.2)
+        panel.set(title=f"{own.task}: {metric} ({own.metrics[metric].n:,} examples)", xlabel=metric)
+    for panel, speed in zip(axes[len(comparisons) :], timings, strict=True):
+        lengths = [t.length for t in speed.lengths]
+        name = mechanism_names_in(speed.attention)[0]
+        panel.plot(lengths, [t.softmax_seconds for t in speed.lengths], label=SOFTMAX, **line_style(SOFTMAX))
+        panel.plot(lengths, [t.patched_seconds for t in speed.lengths], label=name, **line_style(name))
+        log_log(panel, lengths)
+        panel.set(title=f"Seconds a pass, batch {speed.batch}, {speed.dtype}\n{speed.machine}", xlabel="tokens")
+        panel.legend(frameon=False)
+    return figure
+
+
+def bibliography() -> dict[str, str]:
+    """Every entry of references.bib by its key."""
+    text = files(__package__).joinpath("references.bib").read_text(encoding="utf-8")
+    entries = (entry.strip() for entry in re.split(r"(?m)^(?=@)", text))
+    return {entry[entry.index("{") + 1 : entry.index(",")]: entry for entry in entries if entry}
+
+
+def cite(attention: Any) -> list[str]:
+    """BibTeX of the papers behind the mechanisms of an attention document, FAVOR++ if its options ask for it.
+
+    >>> [entry.partition(",")[0] for entry in cite({"mechanism": "fmm", "far": ["favor+"]})]
+    ['@inproceedings{nguyen2021fmmformer', '@inproceedings{choromanski2021performers']
+    """
+    keys = [key for name in mechanism_names_in(attention) for key in PAPERS.get(name, [])]
+    if any(config.get("variance") == "optimal" for config in mechanisms_in(attention)):
+        keys.append(FAVOR_PLUS_PLUS)
+    entries = bibliography()
+    return [entries[key] for key in dict.fromkeys(keys)]

@@ -1,7 +1,7 @@
 """Model cards: what a checkpoint is and what was measured, from its config and result documents and nothing else."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,28 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..mechanisms.naming import mechanism_names_in
 from ..results import (
+    CONTROLS,
+    FAR,
+    NEAR,
+    NO_ATTENTION,
     RESULTS,
+    SOFTMAX,
     Result,
     SpeedResult,
     TaskResult,
     TransferResult,
     as_markdown,
+    control_of,
+    number,
     read_result,
     read_results,
+    results_fingerprint,
     without_folders,
     write_images,
     write_result,
     write_whole,
 )
 from .card_text import card_text
-from .findings import Comparison, compare, speeds
 from .folder import CARD, PLOT, CheckpointFolder
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
@@ -36,6 +43,10 @@ PIPELINES = {
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }
+THIS, OTHER_SEED, SAME_BUDGET, OTHER = "this model", "another run", "softmax, same budget", "another mechanism"
+ORDER = [THIS, OTHER_SEED, SAME_BUDGET, FAR, NEAR, NO_ATTENTION, OTHER]
+
+Comparison = list[tuple[str, TaskResult]]  # roles and results of one task, data and budget; the first is the model's
 
 
 @dataclass(frozen=True)
@@ -51,17 +62,13 @@ class Card:
     address: str  # what readers give from_pretrained
 
     @property
-    def title(self) -> str:
-        return self.address.rpartition("/")[2]
+    def own(self) -> list[TaskResult]:
+        """The task results of this checkpoint, and of no other."""
+        return [comparison[0][1] for comparison in self.comparisons]
 
     @property
     def used(self) -> list[Result]:
-        """The results of this checkpoint."""
-        return [*(comparison.own for comparison in self.comparisons), *self.timings, *self.transfers]
-
-    @property
-    def has_plot(self) -> bool:
-        return bool(self.comparisons or self.timings)
+        return [*self.own, *self.timings, *self.transfers]
 
     @property
     def base_on_hub(self) -> bool:
@@ -77,7 +84,6 @@ class Card:
 
     @property
     def evaluations(self) -> list[EvalResult]:
-        """The rows of this checkpoint, and of no other."""
         return [
             EvalResult(
                 task_type=own.task_type,
@@ -90,17 +96,16 @@ class Card:
                 metric_name=name,
                 metric_value=metric.value,
             )
-            for own in (comparison.own for comparison in self.comparisons)
+            for own in self.own
             for name, metric in own.metrics.items()
         ]
 
     @property
     def metadata(self) -> ModelCardData:
-        own = [comparison.own for comparison in self.comparisons]
         base = self.base_model if self.base_on_hub else None
-        datasets = [result.dataset["name"] for result in own if HUB_NAME.fullmatch(result.dataset["name"])]
+        datasets = [own.dataset["name"] for own in self.own if HUB_NAME.fullmatch(own.dataset["name"])]
         data = ModelCardData(
-            model_name=self.title if own else None,
+            model_name=self.address.rpartition("/")[2] if self.own else None,
             eval_results=self.evaluations or None,
             base_model=base,
             base_model_relation="finetune" if base else None,
@@ -109,11 +114,34 @@ class Card:
             pipeline_tag=PIPELINES.get(self.loader),
             tags=["hf_rfattn", "linear-attention", *self.mechanisms],
             datasets=list(dict.fromkeys(datasets)) or None,
-            metrics=list(dict.fromkeys(name for result in own for name in result.metrics)) or None,
+            metrics=list(dict.fromkeys(name for own in self.own for name in own.metrics)) or None,
         )
         data[FINGERPRINT] = self.folder.fingerprint
-        data[RESULTS_FINGERPRINT] = self.folder.results_fingerprint
+        data[RESULTS_FINGERPRINT] = results_fingerprint(self.folder.path)
         return data
+
+    def limitations(self) -> Iterator[str]:
+        """Softmax and controls that the model does not beat, and what was not measured."""
+        for comparison in self.comparisons:
+            own = comparison[0][1]
+            for name, metric in own.metrics.items():
+                better = [
+                    f"{role} ({number(other.metrics[name].value)}, seed {other.seed})"
+                    for role, other in comparison[1:]
+                    if role not in (OTHER, OTHER_SEED)
+                    and name in other.metrics
+                    and not metric.clearly_better(other.metrics[name])
+                ]
+                if not metric.beats_chance():
+                    better.append(f"the best constant answer ({number(metric.chance or 0)})")
+                if better:
+                    yield f"{own.task}: {name} {number(metric.value)} is not clearly better than {', '.join(better)}."
+            if missing := [role for role in CONTROLS if role not in [r for r, _ in comparison]]:
+                yield f"{own.task}: not measured: {'; '.join(missing)}."
+        if not self.comparisons:
+            yield "No accuracy was measured."
+        if not self.timings:
+            yield "No speed was measured."
 
 
 def write_card(
@@ -127,8 +155,7 @@ def write_card(
     for path, document in unclean_results(Path(folder)):
         write_result(document, path)
     card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
-    plot = card.folder.path / PLOT
-    plot.unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
+    (card.folder.path / PLOT).unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
     write_images(card_text(card), card.folder.path)
     path = card.folder.path / CARD
     write_whole(render(card), path)
@@ -136,10 +163,9 @@ def write_card(
 
 
 def unclean_results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Result files that say where something lies on the machine they come from, and what they hold without that."""
+    """Result files with paths of the machine they come from, and what they hold without those."""
     found = [(path, read_result(path)) for path in (folder / RESULTS).glob("*.json")]
-    clean = [(path, document, without_folders(document)) for path, document in found]
-    return [(path, after) for path, before, after in clean if before != after]
+    return [(path, clean) for path, document in found if (clean := without_folders(document)) != document]
 
 
 def make_card(
@@ -148,19 +174,51 @@ def make_card(
     """What the card of this folder says now."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
-    comparisons, timings = compare(checkpoint, results), speeds(checkpoint, results)
-    transfers = [r for r in results if isinstance(r, TransferResult) and checkpoint.holds(r.attention)]
-    used: list[Result] = [*(comparison.own for comparison in comparisons), *timings, *transfers]
-    licences = [result.base_license for result in used if isinstance(result, (TaskResult, TransferResult))]
+    own = [r for r in results if checkpoint.holds(r.attention)]
+    timings = [r for r in own if isinstance(r, SpeedResult) and r.checkpoint in (None, checkpoint.fingerprint)]
+    transfers = [r for r in own if isinstance(r, TransferResult)]
+    comparisons = list(_compare(checkpoint, [r for r in results if isinstance(r, TaskResult)]))
+    used: list[Any] = [*(comparison[0][1] for comparison in comparisons), *timings, *transfers]
     return Card(
         folder=checkpoint,
         comparisons=comparisons,
         timings=timings,
         transfers=transfers,
-        base_model=_one("base model", [base_model, *(result.model for result in used)]),
-        license=_one("licence", [license, *licences]),
+        base_model=_one("base model", [base_model, *(r.model for r in used)]),
+        license=_one("licence", [license, *(r.base_license for r in used if not isinstance(r, SpeedResult))]),
         address=repo_id or checkpoint.path.resolve().name,
     )
+
+
+def _compare(folder: CheckpointFolder, results: Sequence[TaskResult]) -> Iterator[Comparison]:
+    """One comparison for each task that this checkpoint was measured on."""
+    for group in {result.measured_on: None for result in results}:
+        rows = [result for result in results if result.measured_on == group]
+        same = [result for result in rows if folder.holds(result.attention)]
+        named = [result for result in same if result.checkpoint == folder.fingerprint]
+        possible = named or [result for result in same if result.checkpoint is None]
+        if len(possible) > 1:
+            raise ValueError(
+                f"{', '.join(r.file for r in possible)}: any of these runs may have made {folder.path}. Give the one "
+                f'that did "checkpoint": "{folder.fingerprint}", or leave one file.'
+            )
+        if possible:
+            roles = [(_role(result, possible[0], same), result) for result in rows]
+            yield sorted(roles, key=lambda row: (ORDER.index(row[0]), row[1].seed))
+
+
+def _role(result: TaskResult, own: TaskResult, same: Sequence[TaskResult]) -> str:
+    if result in same:
+        return THIS if result is own else OTHER_SEED
+    if result.attention == SOFTMAX:
+        return SAME_BUDGET
+    return control_of(_names(result), [_names(own)]) or OTHER
+
+
+def _names(result: TaskResult) -> list[str]:
+    """Mechanisms of a row whose layers are alike."""
+    mixed = isinstance(result.attention, Mapping) and "layers" in result.attention
+    return [] if mixed else mechanism_names_in(result.attention)
 
 
 def _one(what: str, values: Sequence[str | None]) -> str | None:

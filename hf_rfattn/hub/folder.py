@@ -1,6 +1,5 @@
 """A folder that `save_pretrained` of a patched model has written: what it holds and how it is recognised."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +8,7 @@ from typing import Any
 
 from ..integration.spec import parse_layers
 from ..mechanisms.naming import full_config
-from ..results import SOFTMAX, checkpoint_fingerprint, results_fingerprint, weight_files
+from ..results import SOFTMAX, checkpoint_fingerprint, read_result, weight_files
 from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
 
 CARD, PLOT = "README.md", "results.png"
@@ -35,16 +34,9 @@ class CheckpointFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        path = self.path / CONFIG
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{self.path} has no config.json: it is not a checkpoint.") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not a JSON document: {error}.") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} is not a config.")
-        return config
+        if not (self.path / CONFIG).is_file():
+            raise ValueError(f"{self.path} has no config.json: it is not a checkpoint.")
+        return read_result(self.path / CONFIG)
 
     @cached_property
     def specs(self) -> dict[str, dict[str, Any]]:
@@ -80,10 +72,6 @@ class CheckpointFolder:
     @cached_property
     def fingerprint(self) -> str:
         return checkpoint_fingerprint(self.path)
-
-    @property
-    def results_fingerprint(self) -> str:
-        return results_fingerprint(self.path)
 
     def holds(self, attention: Any) -> bool:
         """Whether a result's `attention` is the one in this checkpoint, options and layers included."""

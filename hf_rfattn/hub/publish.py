@@ -1,27 +1,25 @@
 """Publish a patched checkpoint: check the folder, then send model, tokenizer, card, plot and results in one commit.
 
-`HfApi.upload_folder` is not used: in huggingface_hub 2.4 it may commit a folder in several steps, which a failure could
-leave half done. `create_commit` uploads first and commits once, so that a failure before the end changes nothing that
-readers see, and a second run sends only what the Hub does not have yet.
+`HfApi.upload_folder` may commit a folder in several steps (huggingface_hub 2.4), which a failure could leave half done.
+`create_commit` uploads first and commits once, and a second run sends only what the Hub does not have yet.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, get_token
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from ..integration import names as names_module
 from ..integration.names import CODE
 from ..integration.reading import named_model_class
-from ..results import RESULTS
+from ..results import RESULTS, results_fingerprint
 from ..results.fingerprint import CONFIG, INDEX
 from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card, unclean_results
-from .faults import NO_TOKEN, TOKEN, PublishError, explain, scrub
 from .folder import CARD, PLOT, CheckpointFolder
 
 # what save_pretrained of models, tokenizers and processors writes, `hf-rfattn card`, and licences
@@ -38,7 +36,29 @@ WEIGHTS = re.compile(  # as from_pretrained looks for them
     r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
 )
 PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
-MAIN = "main"
+SIGNED = r"hf_(?:oauth|jwt)_[\w.~+/=-]{8,}"  # tokens of OAuth and of jobs
+SECRET = re.compile(rf"{SIGNED}|hf_[A-Za-z0-9]{{8,}}|(?<=Bearer )\S+")  # removed from messages
+TOKEN = re.compile(rf"\b(?:{SIGNED}|hf_[A-Za-z0-9]{{30,}}\b)")  # looked for in files
+XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")  # hf_xet says it in its message alone
+NETWORK = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}  # packages the client has been built on
+NO_TOKEN = (
+    "There is no token for the Hub. Make one with write permission at https://huggingface.co/settings/tokens, then run "
+    "`hf auth login` or set HF_TOKEN."
+)
+STATUS = {
+    401: "The Hub does not accept the token; it may be mistyped, expired or revoked. Run `hf auth login`.",
+    403: "The token has no permission to write to {repo}. Use one with write permission, and a name under your own "
+    "account or an organisation you may write to (this one is under {owner!r}).",
+    404: "The Hub does not find {repo} or the revision. Check the name and what the token may see.",
+    409: "The name {repo} is taken, and this token cannot see what is there. Choose another name.",
+    412: "Somebody else changed {repo} in the meantime. Look at the change, then run again.",
+    429: "The Hub asks to slow down. Wait a few minutes and run again.",
+}
+AGAIN = "If no commit was made, readers see no change. Run again to go on: what is already uploaded is not sent twice."
+
+
+class PublishError(OSError):
+    """Publishing failed on the way to the Hub."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +90,11 @@ def publish(
 
     The folder must hold a patched checkpoint in safetensors that loads again, and a card that `hf-rfattn card` made for
     just these weights; otherwise ValueError, before anything is contacted. `private`: if the repository is new.
-    `revision`: a branch, made if need be. `dry_run`: only check. `token`: by default the one of `hf auth login` or
-    HF_TOKEN. `include`: files to send beside those that belong to a model; others stay here, and links are refused.
-    `tell`: is given a line now and then.
+    `revision`: a branch, created if it is missing. `dry_run`: only check. `token`: by default the one of
+    `hf auth login` or HF_TOKEN. `include`: files to send beside those that belong to a model; others stay here, and
+    links are refused. `tell`: is called with progress messages.
 
-    Faults on the way are a `PublishError`.
+    Errors on the way raise `PublishError`.
     """
     plan = make_plan(folder, repo_id, revision, include)
     path = Path(folder)
@@ -88,7 +108,11 @@ def publish(
         raise PublishError(NO_TOKEN)
     if not re.fullmatch(r"[!-~]+", token):
         raise PublishError("The token has characters that no token has; copy it again.")
-    return _send(path, plan, private, revision or MAIN, token, tell)
+    try:
+        _send(path, plan, private, revision or "main", token, tell)
+    except Exception as error:
+        raise PublishError(scrub(f"{explain(error, repo_id)} {AGAIN}", token)) from None
+    return plan.address
 
 
 def make_plan(folder: str | Path, repo_id: str, revision: str | None = None, include: Sequence[str] = ()) -> Plan:
@@ -120,7 +144,7 @@ def make_plan(folder: str | Path, repo_id: str, revision: str | None = None, inc
         raise ValueError(f"{path / CODE} is not the file that save_pretrained writes. Save the model again.")
     known = FILES | {weights.name for weights in checkpoint.weights} | set(include)
     sent = [name for name in names if name in known or _in_known_folder(name)]
-    address = f"{HfApi().endpoint}/{repo_id}" + (f"/tree/{revision}" if revision not in (None, MAIN) else "")
+    address = f"{HfApi().endpoint}/{repo_id}" + (f"/tree/{revision}" if revision not in (None, "main") else "")
     return Plan(repo_id, address, {name: (path / name).stat().st_size for name in sent}, sorted(set(names) - set(sent)))
 
 
@@ -130,20 +154,18 @@ def _in_known_folder(name: str) -> bool:
 
 
 def check_card(folder: Path, repo_id: str) -> None:
-    """The card must be of these weights, this config and these results, and name the place it will stand at."""
+    """The card must be of these weights, this config and these results, and name the repository."""
     again = f"Run `hf-rfattn card {folder} --repo {repo_id}`."
     if not (folder / CARD).is_file():
         raise ValueError(f"{folder} has no card ({CARD}). {again}")
     try:
         card = ModelCard.load(folder / CARD)
     except Exception as error:  # YAML errors have no common base that huggingface_hub exports
-        raise ValueError(
-            f"The metadata of {folder / CARD} cannot be read: {' '.join(str(error).split())} {again}"
-        ) from error
-    checkpoint = CheckpointFolder(folder)
-    if card.data.get(FINGERPRINT) != checkpoint.fingerprint:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"The metadata of {folder / CARD} cannot be read: {problem} {again}") from error
+    if card.data.get(FINGERPRINT) != CheckpointFolder(folder).fingerprint:
         raise ValueError(f"The card in {folder} was not made for these weights and this config. {again}")
-    if card.data.get(RESULTS_FINGERPRINT) != checkpoint.results_fingerprint:
+    if card.data.get(RESULTS_FINGERPRINT) != results_fingerprint(folder):
         raise ValueError(f"The result files in {folder / RESULTS} are not those the card was made from. {again}")
     if unclean := unclean_results(folder):
         raise ValueError(f"{unclean[0][0]} says where files lie on the machine it comes from. {again}")
@@ -163,9 +185,7 @@ def check_reload(folder: Path) -> None:
     name = CheckpointFolder(folder).architecture
     model_class: Any = transformers.AutoModel if name is None else named_model_class(name)
     if model_class is None:
-        raise ValueError(
-            f"{folder}: transformers {transformers.__version__} has no model {name}; config.json names it."
-        )
+        raise ValueError(f"{folder}: transformers {transformers.__version__} has no model {name} of config.json.")
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
@@ -189,95 +209,74 @@ def check_secrets(folder: Path, plan: Plan, token: str) -> None:
         if not name.endswith((".safetensors", ".png")):
             text = (folder / name).read_text(encoding="utf-8", errors="replace")
             if TOKEN.search(text) or (token and token in text):
-                raise ValueError(
-                    f"{folder / name} holds a token of the Hub. Remove it, and revoke it if others saw it."
-                )
+                raise ValueError(f"{folder / name} holds a token of the Hub. Remove it, and revoke it if it was seen.")
             if PRIVATE_KEY.search(text):
                 raise ValueError(f"{folder / name} holds a private key. Remove it.")
 
 
-def _send(folder: Path, plan: Plan, private: bool, revision: str, token: str, tell: Callable[[str], Any]) -> str:
+def _send(folder: Path, plan: Plan, private: bool, revision: str, token: str, tell: Callable[[str], Any]) -> None:
+    """Create the repository and the branch where they are missing, upload, and commit once."""
     api = HfApi(token=token, library_name="hf_rfattn")
-    state = _State(api, plan.repo_id, revision)
     try:
-        _open_repository(api, plan.repo_id, private, revision, state, tell)
-        info = api.model_info(plan.repo_id, revision=revision)
-        state.before = info.sha
-        stale = sorted(
-            s.rfilename for s in info.siblings or [] if s.rfilename not in plan.files and WEIGHTS.fullmatch(s.rfilename)
-        )
-        if stale:  # weights of an earlier model would be loaded in place of these, or beside them
-            tell(f"Removing weights of an earlier version: {', '.join(stale)}.")
-        commit = api.create_commit(
-            plan.repo_id,
-            [
-                *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in plan.files),
-                *(CommitOperationDelete(path_in_repo=name) for name in stale),
-            ],
-            commit_message="Publish a checkpoint patched by hf_rfattn",
-            revision=revision,
-            parent_commit=info.sha,
-        )
-        arrived = {s.rfilename for s in api.model_info(plan.repo_id, revision=commit.oid).siblings or []}
-        if missing := sorted(set(plan.files) - arrived):
-            raise ValueError(f"The Hub left out {', '.join(missing)}: look at .gitignore there, then run again.")
-    except Exception as error:
-        message = str(error) if type(error) is ValueError else explain(error, plan.repo_id, token)
-        raise PublishError(f"{scrub(message, token)} {state.now()}") from None
-    return plan.address
-
-
-def _open_repository(
-    api: HfApi, repo_id: str, private: bool, revision: str, state: "_State", tell: Callable[[str], Any]
-) -> None:
-    """Make the repository and the branch where they are missing."""
-    info = _look(api, repo_id)
-    if info is None:
-        state.creating = True
-        api.create_repo(repo_id, private=private)
-        state.creating = False
-        state.made.append(f"the empty repository {repo_id}")
-        tell(f"Created {repo_id}{' (private)' if private else ''}.")
-    elif private and info.private is False:
-        raise ValueError(f"{repo_id} exists and is public. Make it private on its page first.")
-    if revision != MAIN and revision not in {branch.name for branch in api.list_repo_refs(repo_id).branches}:
-        api.create_branch(repo_id, branch=revision)
-        state.made.append(f"the branch {revision}")
-
-
-def _look(api: HfApi, repo_id: str) -> ModelInfo | None:
-    try:
-        return api.model_info(repo_id)
+        known = api.model_info(plan.repo_id)
     except RepositoryNotFoundError as error:
-        if error.response.status_code == 404:
-            return None
-        raise
+        if error.response.status_code != 404:
+            raise
+        known = None
+    if known is None:
+        api.create_repo(plan.repo_id, private=private)
+        tell(f"Created {plan.repo_id}{' (private)' if private else ''}.")
+    elif private and known.private is False:
+        raise ValueError(f"{plan.repo_id} exists and is public. Make it private on its page first.")
+    if revision != "main":
+        api.create_branch(plan.repo_id, branch=revision, exist_ok=True)
+    info = api.model_info(plan.repo_id, revision=revision)
+    there = [s.rfilename for s in info.siblings or []]
+    stale = sorted(name for name in there if name not in plan.files and WEIGHTS.fullmatch(name))
+    if stale:  # weights of an earlier model would be loaded in place of these, or beside them
+        tell(f"Removing weights of an earlier version: {', '.join(stale)}.")
+    operations: list[Any] = [
+        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in plan.files),
+        *(CommitOperationDelete(path_in_repo=name) for name in stale),
+    ]
+    message = "Publish a checkpoint patched by hf_rfattn"
+    api.create_commit(plan.repo_id, operations, commit_message=message, revision=revision, parent_commit=info.sha)
 
 
-@dataclass
-class _State:
-    """What this run has done to the remote, for the message when it fails. `before`: its last commit, if known."""
+def scrub(text: str, token: str | None = None) -> str:
+    """The text without the token and without anything that looks like one.
 
-    api: HfApi
-    repo_id: str
-    revision: str
-    creating: bool = False
-    made: list[str] = field(default_factory=list)
-    before: str | None = None
+    >>> scrub("Bearer hf_abcdefghij is refused")
+    'Bearer *** is refused'
+    """
+    return SECRET.sub("***", text.replace(token, "***") if token else text)
 
-    def now(self) -> str:
-        """Asks the Hub, since an answer may have been lost when what it told of was done."""
-        made = f"Only {' and '.join(self.made)} was made there." if self.made else "Nothing was changed there."
-        if self.before is None and not self.creating:
-            return made
-        try:
-            sha = self.api.model_info(self.repo_id, revision=None if self.creating else self.revision, timeout=10).sha
-        except RepositoryNotFoundError:
-            return made
-        except Exception:
-            return "What has arrived there is not known; run again: nothing is sent twice."
-        if self.creating:
-            return f"Only the empty repository {self.repo_id} was made there."
-        if sha == self.before:
-            return f"{made} What is already uploaded is not sent twice."
-        return "There is a new commit, maybe this one; run again to be sure: nothing is sent twice."
+
+def explain(error: BaseException, repo_id: str) -> str:
+    """What happened on the way to the Hub, and what to do about it."""
+    if type(error) is ValueError:
+        return str(error)
+    chain = list(_chain(error))
+    if any(isinstance(e, OfflineModeIsEnabled) for e in chain):
+        return "HF_HUB_OFFLINE is set, so nothing may be sent. Unset it and run again."
+    for e in chain:
+        answered = isinstance(e, HfHubHTTPError) and getattr(e, "response", None) is not None
+        xet = XET_STATUS.search(str(e))
+        if answered or xet:
+            status = e.response.status_code if answered else int(xet[1])  # type: ignore[attr-defined,index]
+            said = " ".join((e.server_message or "").split())[:300] if answered else ""  # type: ignore[attr-defined]
+            failed = "The Hub has a fault of its own. Run again later." if status >= 500 else "The Hub refused."
+            text = STATUS.get(status, failed).format(repo=repo_id, owner=repo_id.partition("/")[0])
+            return f"{text} (HTTP {status}{f': {said}' if said else ''})"
+    packages = {cls.__module__.partition(".")[0] for e in chain for cls in type(e).__mro__}
+    if packages & NETWORK or any(isinstance(e, (ConnectionError, TimeoutError)) for e in chain):
+        return f"The Hub cannot be reached ({type(chain[-1]).__name__}). Check the network and run again."
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

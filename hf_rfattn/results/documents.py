@@ -1,17 +1,19 @@
-"""One JSON document a run: what was measured, with what, on which machine."""
+"""One JSON document per run: what was measured, with what, on which machine."""
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shlex
+import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .environment import git_state, hardware, load_average, versions
-
 SCHEMA_VERSION = 1
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[str] = ()) -> dict[str, Any]:
@@ -33,13 +35,76 @@ def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[
     }
 
 
+def git_state() -> dict[str, Any]:
+    """Commit of the working copy that this package runs from, and whether it has changes; nulls if it is installed."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            command = ["git", "-C", str(PACKAGE), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    top = git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != PACKAGE.parent:  # installed inside somebody else's repository
+        return {"commit": None, "changed": None}
+    return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of Python and of packages; null for one that is not installed."""
+    from .. import __version__
+
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found | {"hf-rfattn": __version__}
+
+
+def hardware(device: str = "cpu") -> dict[str, Any]:
+    """Of this machine; `threads`: the current number of torch threads."""
+    import torch
+
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    has_pages = "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {})
+    return {
+        "device": device,
+        "cpu": model[1] if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if has_pages else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def machine(found: Mapping[str, Any]) -> str:
+    """The hardware of a result in a few words.
+
+    >>> machine({"device": "cpu", "cpu": "Some CPU", "threads": 2}), machine({"device": "cuda", "gpu": "Some GPU"})
+    ('Some CPU, 2 threads', 'Some GPU')
+    """
+    device, threads = found.get("device", "cpu"), found.get("threads")
+    if device != "cpu":
+        return str(found.get("gpu") or device)
+    return f"{found.get('cpu') or 'a CPU'}" + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
+
+
+def load_average() -> list[float] | None:
+    """Of the last 1, 5 and 15 minutes."""
+    return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
+
+
 def write_result(result: Mapping[str, Any], path: Path) -> None:
-    """As JSON; folders are made."""
+    """As JSON, all or nothing; folders are created."""
     write_whole(json.dumps(result, indent=2, ensure_ascii=False) + "\n", path)
 
 
 def write_whole(text: str, path: Path) -> None:
-    """All of it or nothing; a link is replaced, and what it points to left alone."""
+    """All of the text or nothing; a symbolic link is replaced, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -61,7 +126,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits, as result files hold numbers.
+    """To so many significant digits.
 
     >>> rounded(0.00123456)
     0.001235
@@ -79,17 +144,17 @@ def name_of(given: str) -> str:
 
 
 def without_folders(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A result document for others, which names files and folders but does not say where they lie.
+    """A result document that names files and folders but does not say where they are on this machine.
 
-    In its command and options only what it calls its model and its data keeps a slash, since any other name may be a
-    path on this machine; elsewhere what is clearly a path shrinks to its last part.
+    In its command and options only the names of its model and data keep a slash, since any other name may be a path;
+    elsewhere only what is clearly a path shrinks to its last part.
 
     >>> words = ["python", "../code/train.py", "--data=sets/snli", "--model=me/bert"]
     >>> without_folders({"model": "me/bert", "command": words})["command"]
     ['python', 'train.py', '--data=snli', '--model=me/bert']
     """
     named = [document.get("model"), document.get("dataset")]
-    public = {each.get("name") if isinstance(each, Mapping) else each for each in named}
+    public = {each.get("name") if isinstance(each, Mapping) else each for each in named if not isinstance(each, list)}
 
     def clean(value: Any, keep: set[Any] | None) -> Any:
         if isinstance(value, str):
@@ -109,7 +174,7 @@ def without_folders(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_folder(word: str, keep: set[Any] | None) -> str:
-    """A word, or NAME=VALUE, whose value is a path. `keep`: values that are none; None: only clear cases are paths."""
+    """A word, or NAME=VALUE, whose value is a path. `keep`: values that are not; None: only clear cases are paths."""
     start, value = re.fullmatch(r"(-{0,2}[\w.-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
     if not re.search(r"[/\\]", value) or (keep is not None and value in keep):
         return word

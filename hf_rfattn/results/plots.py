@@ -1,20 +1,18 @@
-"""How plots of this project look: one colour and marker a mechanism or projection, everywhere the same."""
+"""The style of plots: one colour and marker per mechanism or projection, the same everywhere."""
 
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from .schema import SOFTMAX
 
 BASELINE = "average"  # no attention at all
-
 STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     SOFTMAX: ("black", "*"),
     "favor+": ("#0072B2", "o"),
@@ -44,13 +42,7 @@ def line_style(name: str) -> dict[str, Any]:
     return {"color": color, "marker": marker, "linestyle": "--" if name in DASHED else "-"}
 
 
-def draw_line(
-    axes: Axes,
-    x: Sequence[float],
-    y: Sequence[float],
-    band: tuple[Sequence[float], Sequence[float]] | None = None,
-    **style: Any,
-) -> None:
+def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, **style: Any) -> None:
     """A line, and the band around it from low to high."""
     axes.plot(x, y, **style)
     if band is not None:
@@ -74,7 +66,7 @@ def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: s
 def log_log(axes: Axes, ticks: Sequence[float]) -> None:
     """Both axes logarithmic, a tick at every measured size (every other of many), plain numbers.
 
-    Call it when everything is drawn: how many ticks y has depends on how many decades there are.
+    Call it when everything is drawn: the number of ticks on y depends on the number of decades.
     """
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -95,56 +87,27 @@ def mark_crossover(
 ) -> None:
     """A ring on the line of softmax (time by length) at a length, which is written below; call it after `log_log`.
 
-    `number`: of the mark, so that texts stand above each other.
+    `number`: of the mark, so that texts do not overlap.
     """
-    time = value_at(softmax, length)
+    lengths = sorted(softmax)
+    logs = [math.log(softmax[each]) for each in lengths]
+    time = math.exp(np.interp(math.log(length), [math.log(each) for each in lengths], logs))
     bottom = axes.get_ylim()
     label = "break-even with softmax" if number == 0 else None
     axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, alpha=alpha, label=label)
     axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5 * alpha, linewidth=0.8)
     axes.set_ylim(bottom)
-    axes.annotate(
-        f"{length:,}",
-        (length, 0.02 + 0.045 * (number % 4)),
-        xycoords=("data", "axes fraction"),
-        xytext=(2, 0),
-        textcoords="offset points",
-        fontsize=8,
-        color=color,
-    )
+    height = 0.02 + 0.045 * (number % 4)
+    axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), fontsize=8, color=color)
 
 
 def title_and_legend(figure: Figure, title: str) -> None:
-    """Above and below the panels, no wider than the figure: the title in several lines and the legend, each label of
-    all panels once, in fewer columns if need be.
-    """
-    renderer, room = FigureCanvasAgg(figure).get_renderer(), 0.97 * figure.bbox.width
-    heading = figure.suptitle(title)
-    width = len(title)
-    while heading.get_window_extent(renderer).width > room and width > 10:
-        width -= 2
-        heading.set_text(textwrap.fill(title, width))
+    """Above and below the panels, no wider than the figure; the legend has each label of all panels once."""
+    characters = int(10 * figure.get_figwidth())  # of the title's font on a line
+    figure.suptitle(textwrap.fill(title, characters))
     lines: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             lines.setdefault(label, handle)
-    for columns in range(len(lines), 0, -1):
-        legend = figure.legend(
-            lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
-        )
-        if columns == 1 or legend.get_window_extent(renderer).width <= room:
-            return
-        legend.remove()
-
-
-def value_at(points: Mapping[int, float], x: float) -> float:
-    """Between two points, on a straight line in a log-log plot.
-
-    >>> round(value_at({1: 1.0, 4: 16.0, 8: 20.0}, 2), 6)
-    4.0
-    """
-    for left, right in pairwise(sorted(points)):
-        if left <= x <= right:
-            share = math.log(x / left) / math.log(right / left)
-            return points[left] * (points[right] / points[left]) ** share
-    return points[min(points, key=lambda known: abs(known - x))]
+    columns = max(1, characters // (max(map(len, lines), default=1) + 6))
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")

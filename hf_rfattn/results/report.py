@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,14 +205,59 @@ def times(value: float | None) -> str:
     return DASH if value is None else f"{value:.2f} ×" if value < 10 else f"{value:.1f} ×"
 
 
-def spread_of(spread: Mapping[str, Any] | None) -> str:
-    """A median and half the distance of the quartiles.
-
-    >>> spread_of({"median": 12.34, "lower": 12.0, "upper": 12.6}), spread_of(None)
-    ('12.3 ±0.3', '–')
+def si(count: float) -> str:
     """
-    if spread is None:
-        return DASH
-    half = (spread["upper"] - spread["lower"]) / 2
-    digits = 0 if spread["median"] >= 100 else 1 if spread["median"] >= 10 else 2
-    return f"{spread['median']:,.{digits}f} ±{half:,.{digits}f}"
+    >>> si(12_345_678)
+    '12.35 M'
+    """
+    return _scaled(count, 1000, ("", " k", " M", " G", " T", " P", " E"))
+
+
+def in_bytes(count: float) -> str:
+    """
+    >>> in_bytes(3 * 2**20)
+    '3 MiB'
+    """
+    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while count >= base and power < len(units) - 1:
+        count, power = count / base, power + 1
+    return f"{count:.4g}{units[power]}"
+
+
+def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> tuple[int | None, int | None]:
+    """The shortest measured length from which on a mechanism stays faster than softmax, and the break-even length,
+    interpolated in log-log.
+
+    Both are None if it is not faster at the longest length; the second also if it is faster at the shortest.
+
+    >>> measured_crossover([128, 256, 512, 1024], [0.25, 0.5, 2.0, 4.0])
+    (512, 362)
+    >>> measured_crossover([128, 256, 512], [1.5, 0.9, 0.95])
+    (None, None)
+    """
+    rows = sorted(zip(lengths, speed_over_softmax, strict=True))
+    faster = len(rows)  # rows from here on are faster
+    while faster and rows[faster - 1][1] > 1:
+        faster -= 1
+    if faster == len(rows):
+        return None, None
+    length, speed = rows[faster]
+    if not faster:
+        return length, None
+    before, slower = rows[faster - 1]
+    return length, round(before * (length / before) ** (math.log(1 / slower) / math.log(speed / slower)))
+
+
+def crossover_text(found: Mapping[str, Any]) -> str:
+    """A crossover as results hold it, {length, interpolated, lengths}.
+
+    >>> crossover_text({"length": 512, "interpolated": 362}), crossover_text({"length": None, "lengths": [128, 1024]})
+    ('512 (362)', 'not up to 1,024')
+    """
+    if found["length"] is None:
+        return f"not up to {max(found['lengths']):,}"
+    return f"{found['length']:,}" + (f" ({found['interpolated']:,})" if found["interpolated"] else "")

@@ -1,25 +1,23 @@
-"""What the result documents that cards and comparisons read must hold, and the check that they hold it.
+"""The result documents that cards and comparisons read, as dataclasses, and the check of a document against them.
 
-All begin with what `new_result` gives. The fields of the classes below are those of the documents: one without a
-default must be there, `| None` allows null. Documents may hold more, which stays in `Result.document`.
+Fields of the classes are those of the documents: one without a default is required. Documents may hold more, which
+stays in `Result.document`.
 """
 
-import dataclasses
 import json
 import math
 import re
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from .documents import SCHEMA_VERSION, read_result, without_folders
-from .environment import machine
+from .documents import SCHEMA_VERSION, machine, read_result, without_folders
 
 SOFTMAX = "softmax"
-STAGES = ("before training", "after transfer")  # evaluations of a run that has not begun to train
-NOT_FOR_CARDS = "bench "  # how the kinds of other documents begin
+STAGES = ("before training", "after transfer")  # evaluations before the first training step
+NO_ATTENTION, NEAR, FAR = "control: no attention", "control: window alone", "far field of fmm alone"
+CONTROLS = (NO_ATTENTION, NEAR)  # not meant to be used
 
 _FRACTION, _CORRELATION, _LOSS = {"scale": 1}, {"scale": 1, "chance": 0.0}, {"lower_is_better": True}
 KNOWN_METRICS: dict[str, dict[str, Any]] = {  # what documents may leave out
@@ -27,60 +25,37 @@ KNOWN_METRICS: dict[str, dict[str, Any]] = {  # what documents may leave out
     **dict.fromkeys(("matthews_correlation", "pearson", "spearmanr"), _CORRELATION),
     **dict.fromkeys(("loss", "perplexity"), _LOSS),
 }
+Number = int | float
+LAYER_ERRORS = ("layers", "overall", "average")
 
 
-def check_attention(attention: Any, where: str) -> None:
-    """ "softmax", a mechanism's document {"mechanism": ..., options}, or {"layers": {"0-5": either, ...}}."""
-    if isinstance(attention, Mapping) and "layers" in attention:
-        layers = attention["layers"]
-        if len(attention) > 1 or not isinstance(layers, Mapping) or not layers:
-            raise ValueError(f"{where}: 'layers' stands alone, as in {{'layers': {{'0-5': ...}}}}.")
-        for key, config in layers.items():
-            if not re.fullmatch(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*", key):
-                raise ValueError(f"{where}: {key!r} does not name layers; write '3', '0-5' or '0-2,7'.")
-            if not isinstance(config, str):
-                _check_mechanism(config, where)
-    elif attention != SOFTMAX:
-        _check_mechanism(attention, where)
+def control_of(names: Sequence[str], others: Iterable[Sequence[str]]) -> str | None:
+    """What a row of a table is a control of, beside the `others`.
 
+    `names`: the mechanisms of a row, as `hf_rfattn.mechanism_names_in` gives them; empty for a row whose layers differ.
 
-def _check_mechanism(config: Any, where: str) -> None:
-    if not isinstance(config, Mapping) or not isinstance(config.get("mechanism"), str):
-        raise ValueError(
-            f"{where}: {config!r} is neither 'softmax' nor the document of a mechanism, {{'mechanism': ...}}."
-        )
-    if not isinstance(config.get("far", []), (list, tuple)):
-        raise ValueError(f"{where}: far must be a list, not {config['far']!r}.")
-
-
-def _check_positive(value: float, where: str) -> None:
-    if value <= 0:
-        raise ValueError(f"{where} must be above zero or null, not {value!r}.")
-
-
-def _check_dataset(value: Mapping[str, Any], where: str) -> None:
-    for name in ("name", "split", "fingerprint"):
-        _value(str, _found(value, name, where), f"{where}: {name}")
-
-
-Attention = Annotated[Any, check_attention]
-Dataset = Annotated[Mapping[str, Any], _check_dataset]  # name, split, fingerprint, [config]
-Positive = Annotated[float, _check_positive]
+    >>> control_of(["average"], []), control_of(["favor+"], [[]]), control_of(["favor+"], [["fmm", "favor+"]])
+    ('control: no attention', None, 'far field of fmm alone')
+    """
+    if list(names) in (["average"], ["band"]):
+        return NO_ATTENTION if names[0] == "average" else NEAR
+    far = {name for other in others if other[:1] == ["fmm"] for name in other[1:]}
+    return FAR if len(names) == 1 and names[0] in far else None
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`n`: examples. `scale`: what a perfect score is, `chance`: the score of the best constant answer, if known."""
+    """`n`: number of examples. `scale`: the perfect score. `chance`: score of the best constant answer, if known."""
 
-    value: float
-    n: Annotated[int, _check_positive]
-    scale: float | None = None
+    value: Number
+    n: int
+    scale: Number | None = None
     lower_is_better: bool = False
-    chance: float | None = None
+    chance: Number | None = None
 
     def __post_init__(self) -> None:
-        if self.scale not in (None, 1, 100):
-            raise ValueError(f"scale must be 1 or 100, not {self.scale!r}.")
+        if self.n <= 0 or self.scale not in (None, 1, 100):
+            raise ValueError(f"n must be positive and scale 1 or 100, not {self.n!r} and {self.scale!r}.")
 
     @property
     def standard_error(self) -> float:
@@ -96,8 +71,7 @@ class Metric:
         return gain > 2 * math.hypot(self.standard_error, other.standard_error)
 
     def beats_chance(self, value: float | None = None) -> bool:
-        """Whether a score, by default its own, is more than two standard errors above that of the best constant
-        answer; True where that is not known.
+        """Whether a score, by default its own, is more than two standard errors above chance; True if that is unknown.
 
         >>> Metric(0.55, 277, 1, chance=0.527).beats_chance(), Metric(0.8, 277, 1, chance=0.527).beats_chance()
         (False, True)
@@ -111,26 +85,32 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What all kinds share. `model`: the base model's name; `checkpoint`: fingerprint of the folder the run saved."""
+    """What all kinds share. `model`: name of the base model; `checkpoint`: fingerprint of the folder the run saved."""
 
     file: str
-    document: Mapping[str, Any]
-    git: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    hardware: Mapping[str, Any]
+    document: dict
+    git: dict
+    versions: dict
+    hardware: dict
     model: str
-    attention: Attention
+    attention: Any
     seed: int
     checkpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_attention(self.attention, f"{self.file}: attention")
 
     @property
     def machine(self) -> str:
         return machine(self.hardware)
 
+    def _convert(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult(Result):
-    """Kind "task", one a training run. `budget`: {epochs or steps, learning_rate, ...}, equal for runs that are
+    """Kind "task", one per training run. `budget`: {epochs or steps, learning_rate, ...}, equal for runs that are
     compared. A document may also hold `transfer` ({steps, ...}: attention transfer before training, which the budget
     does not count), `history` ([{step, metrics, [stage]}, ...], stage: one of STAGES) and `command`.
     """
@@ -138,36 +118,44 @@ class TaskResult(Result):
     base_license: str | None
     task: str
     task_type: str  # as the Hub calls it
-    dataset: Dataset
-    metrics: dict[str, Metric]
+    dataset: dict  # name, split, fingerprint, [config]
+    metrics: dict
     main_metric: str = ""  # the first
-    budget: Mapping[str, Any]
-    samples_per_second: Positive | None
-    tokens_per_second: Positive | None
-    peak_memory_bytes: Positive | None
-    wall_time_seconds: Positive | None
+    budget: dict
+    samples_per_second: Number | None
+    tokens_per_second: Number | None
+    peak_memory_bytes: Number | None
+    wall_time_seconds: Number | None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_dataset(self.dataset, self.file)
+        _check_positive(self, self.file)
         if not self.metrics:
-            raise ValueError(f"{self.file}: metrics is empty; a result without a metric says nothing.")
-        if not self.main_metric:
-            object.__setattr__(self, "main_metric", next(iter(self.metrics)))
+            raise ValueError(f"{self.file}: metrics is empty; a result needs at least one metric.")
+        self._convert("metrics", {k: _metric(k, v, f"{self.file}: metrics: {k}") for k, v in self.metrics.items()})
+        self._convert("main_metric", self.main_metric or next(iter(self.metrics)))
         if self.main_metric not in self.metrics:
             raise ValueError(f"{self.file}: main_metric {self.main_metric!r} is none of {', '.join(self.metrics)}.")
 
     @property
     def measured_on(self) -> str:
-        """Equal for results that may stand in one table."""
+        """Equal for results that can be compared."""
         return json.dumps([self.model, self.task, self.dataset, self.budget], sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Timing:
+    """A forward pass at one length."""
+
     length: int
-    softmax_seconds: Positive
-    patched_seconds: Positive
-    softmax_peak_bytes: Positive | None = None
-    patched_peak_bytes: Positive | None = None
+    softmax_seconds: Number
+    patched_seconds: Number
+    softmax_peak_bytes: Number | None = None
+    patched_peak_bytes: Number | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "lengths")
 
     @property
     def speed(self) -> float:
@@ -177,137 +165,130 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedResult(Result):
-    """Kind "speed", one a pair of models: a forward pass at each length."""
+    """Kind "speed", one per pair of models: a forward pass at each length."""
 
     batch: int
     dtype: str
-    lengths: tuple[Timing, ...]
+    lengths: Sequence[Timing]
 
     def __post_init__(self) -> None:
-        if not self.lengths or len({timing.length for timing in self.lengths}) < len(self.lengths):
+        super().__post_init__()
+        found = [_read(Timing, each, f"{self.file}: lengths[{i}]") for i, each in enumerate(self.lengths)]
+        if not found or len({timing.length for timing in found}) < len(found):
             raise ValueError(f"{self.file}: lengths must be a list of measurements, one for each length.")
-        object.__setattr__(self, "lengths", tuple(sorted(self.lengths, key=lambda timing: timing.length)))
-
-
-@dataclass(frozen=True)
-class LayerErrors:
-    """Relative errors against softmax by layer; `average` is what plain averaging would give."""
-
-    layers: tuple[str, ...]
-    overall: tuple[float, ...]
-    average: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.layers or not len(self.layers) == len(self.overall) == len(self.average):
-            raise ValueError("layers, overall and average must be lists of one length, with an entry for each layer.")
-
-
-@dataclass(frozen=True)
-class Errors:
-    before: LayerErrors
-    after: LayerErrors
+        self._convert("lengths", tuple(sorted(found, key=lambda timing: timing.length)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferResult(Result):
-    """Kind "transfer", one a conversion without fine-tuning."""
+    """Kind "transfer", one per conversion without fine-tuning. `errors`: {before, after}, each {layers, overall,
+    average}: relative errors against softmax by layer, and what plain averaging would give.
+    """
 
     base_license: str | None
-    dataset: Dataset
-    transfer: Mapping[str, Any]  # steps, batch_size, ...
-    errors: Errors
+    dataset: dict
+    transfer: dict  # steps, batch_size, ...
+    errors: dict
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_dataset(self.dataset, self.file)
+        for when in ("before", "after"):
+            found = self.errors.get(when)
+            columns: list[Any] = [found.get(key) for key in LAYER_ERRORS] if isinstance(found, dict) else [None]
+            if not all(isinstance(column, list) and len(column) == len(columns[0]) > 0 for column in columns):
+                raise ValueError(f"{self.file}: errors: {when} needs {', '.join(LAYER_ERRORS)}, lists of one length.")
+            if not all(_is_number(value) for column in columns[1:] for value in column):
+                raise ValueError(f"{self.file}: errors: {when} must hold finite numbers.")
 
 
 KINDS: dict[str, type[Result]] = {"task": TaskResult, "speed": SpeedResult, "transfer": TransferResult}
 
 
-def read_results(folder: Path) -> list[Result]:
-    """Every document in a folder, by file name and without paths; those of benchmarks are left out. A folder that is
-    missing has none.
-    """
+def read_results(folder: Path) -> list[Any]:
+    """Every document in a folder, by file name and without paths, except those of benchmarks; none if it is missing."""
     documents = {path.name: read_result(path) for path in sorted(folder.glob("*.json"))}
     return [
         parse_result(without_folders(document), name)
         for name, document in documents.items()
-        if not str(document.get("kind")).startswith(NOT_FOR_CARDS)
+        if not str(document.get("kind")).startswith("bench ")
     ]
 
 
 def parse_result(document: Any, file: str = "result.json") -> Any:
     """A checked document, TaskResult, SpeedResult or TransferResult; ValueError says where something is wrong."""
-    _value(Mapping, document, file)
-    version = _value(int, _found(document, "schema_version", file), f"{file}: schema_version")
+    kind, version = (document.get(k) if isinstance(document, dict) else None for k in ("kind", "schema_version"))
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{file}: schema_version {version} is not known here, only {SCHEMA_VERSION}.")
-    kind = _found(document, "kind", file)
+        raise ValueError(f"{file}: schema_version {version!r} is not known here, only {SCHEMA_VERSION}.")
     if not isinstance(kind, str) or kind not in KINDS:
-        possible = ", ".join(map(repr, KINDS))
-        raise ValueError(f"{file}: kind {kind!r} is not possible; it is {possible}, or begins with {NOT_FOR_CARDS!r}.")
-    return _fields(KINDS[kind], document, file, {"file": file, "document": document})
+        raise ValueError(f"{file}: kind {kind!r} is not possible; choose from {', '.join(map(repr, KINDS))}.")
+    return _read(KINDS[kind], document, file, file=file, document=document)
 
 
-def _fields(cls: type[Any], document: Mapping[str, Any], where: str, known: Mapping[str, Any] = {}) -> Any:
-    """A dataclass out of a JSON object, each field checked against its type."""
-    known = dict(known)
-    kinds = get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        optional = field.default is not dataclasses.MISSING
-        if field.name in known or (optional and document.get(field.name) is None):
+def _read(cls: type[Any], given: Any, where: str, **known: Any) -> Any:
+    """A dataclass from a JSON object, each field checked against its type."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} must be a JSON object, not {given!r}.")
+    kinds = get_type_hints(cls)
+    for field in fields(cls):
+        if field.name in known or (field.default is not MISSING and given.get(field.name) is None):
             continue
-        known[field.name] = _value(kinds[field.name], _found(document, field.name, where), f"{where}: {field.name}")
+        if field.name not in given:
+            raise ValueError(f"{where} has no {field.name!r}; it has {', '.join(map(repr, given)) or 'nothing'}.")
+        value, kind = given[field.name], kinds[field.name]
+        if kind == Sequence[Timing]:
+            kind = list
+        number = not isinstance(value, bool) and isinstance(value, Number)
+        fits = kind is Any or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)))
+        if not fits or (number and not math.isfinite(value)):
+            wanted = "a finite number" if kind in (Number, Number | None) else getattr(kind, "__name__", str(kind))
+            raise ValueError(f"{where}: {field.name} must be {wanted}, not {value!r}.")
+        known[field.name] = value
     try:
         return cls(**known)
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
 
 
-def _found(document: Mapping[str, Any], name: str, where: str) -> Any:
-    if name not in document:
-        raise ValueError(f"{where} has no {name!r}; it has {', '.join(map(repr, document)) or 'nothing'}.")
-    return document[name]
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """The value, if it is of this type; objects become dataclasses and lists tuples."""
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        found, check = _value(inside[0], value, where), inside[1]
-        check(found, where)
-        return found
-    if origin in (Union, types.UnionType):
-        return None if value is None else _value(inside[0], value, where)
-    if dataclasses.is_dataclass(kind):
-        return _fields(kind, _value(Mapping, value, where), where)  # type: ignore[arg-type]
-    if origin is tuple and isinstance(value, list):
-        return tuple(_value(inside[0], each, f"{where}[{i}]") for i, each in enumerate(value))
-    if kind == dict[str, Metric]:
-        metrics = _value(Mapping, value, where)
-        return {name: _metric(name, each, f"{where}: {name}") for name, each in metrics.items()}
-    what, is_it = _SIMPLE[origin or kind]
-    if not is_it(value):
-        raise ValueError(f"{where} must be {what}, not {value!r}.")
-    return value
-
-
 def _metric(name: str, given: Any, where: str) -> Metric:
-    document = {key: value for key, value in _value(Mapping, given, where).items() if value is not None}
-    metric: Metric = _fields(Metric, document, where)
-    known = KNOWN_METRICS.get(name, {})
-    if "scale" in known and abs(metric.value) > 1:  # it may be in percent
-        known = {key: value for key, value in known.items() if key != "scale"}
-    return dataclasses.replace(metric, **{key: value for key, value in known.items() if key not in document})
+    if isinstance(given, dict):
+        known = dict(KNOWN_METRICS.get(name, {}))
+        if _is_number(given.get("value")) and abs(given["value"]) > 1:
+            known.pop("scale", None)  # it may be in percent
+        given = known | {key: value for key, value in given.items() if value is not None}
+    return _read(Metric, given, where)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Number) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    Any: ("anything", lambda value: True),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    str: ("text", lambda value: isinstance(value, str) and bool(value.strip())),
-    int: ("a whole number", lambda value: _is_number(value) and isinstance(value, int)),
-    float: ("a finite number", _is_number),
-    Mapping: ("a JSON object", lambda value: isinstance(value, dict)),
-    tuple: ("a list", lambda value: isinstance(value, list)),
-}
+def _check_positive(measured: Any, where: str) -> None:
+    """All numbers that were measured."""
+    for name, kind in get_type_hints(type(measured)).items():
+        value = getattr(measured, name)
+        if kind in (Number, Number | None) and value is not None and value <= 0:
+            raise ValueError(f"{where}: {name} must be above zero or null, not {value!r}.")
+
+
+def _check_dataset(dataset: Mapping[str, Any], where: str) -> None:
+    for name in ("name", "split", "fingerprint"):
+        if not isinstance(dataset.get(name), str):
+            raise ValueError(f"{where}: dataset has no {name!r}, which must be text.")
+
+
+def _check_attention(attention: Any, where: str) -> None:
+    """ "softmax", the document of a mechanism {"mechanism": ..., options}, or {"layers": {"0-5": either, ...}}."""
+    configs = [attention]
+    if isinstance(attention, Mapping) and "layers" in attention:
+        layers = attention["layers"]
+        if len(attention) > 1 or not isinstance(layers, Mapping) or not layers:
+            raise ValueError(f"{where}: 'layers' stands alone, as in {{'layers': {{'0-5': ...}}}}.")
+        for key in layers:
+            if not re.fullmatch(r"\s*\d+(-\d+)?(\s*,\s*\d+(-\d+)?)*\s*", key):
+                raise ValueError(f"{where}: {key!r} does not name layers; write '3', '0-5' or '0-2,7'.")
+        configs = [config for config in layers.values() if not isinstance(config, str)]
+    for config in configs:
+        mechanism = isinstance(config, Mapping) and isinstance(config.get("mechanism"), str)
+        if config != SOFTMAX and not (mechanism and isinstance(config.get("far", []), (list, tuple))):
+            raise ValueError(f"{where}: {config!r} is neither 'softmax' nor a mechanism, {{'mechanism': ..., ...}}.")

@@ -19,8 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hf_rfattn.results import write_result
-from hf_rfattn.results.units import in_bytes
+from hf_rfattn.results import in_bytes, write_result
 
 from .options import RunOptions, flag
 
