@@ -1,5 +1,5 @@
-"""Fused kernels without a GPU: FlexAttention runs unfused and gated linear attention as a plain recurrence, on a CPU that
-passes for a GPU. Mathematics, masks, gradients, dispatch and the check at first use are those of a GPU; kernels are not.
+"""Fused kernels without a GPU: FlexAttention unfused and gated linear attention as a plain recurrence, on a CPU that
+passes for a GPU. Mathematics, masks, gradients, dispatch and the check at first use are tested; kernels are not.
 """
 
 import importlib.util
@@ -57,7 +57,9 @@ def test_equals_its_definition(gpu, variant, causal):
             assert_same_with_gradients(mechanism, q, k, v, 1e-6, causal=causal, **masks)
 
 
-@over([("favor+", {}), ("favor+", {"trainable": True}), ("hedgehog", {}), ("fmm", {}), ("fmm", {"normalizer": "joint"})])
+@over(
+    [("favor+", {}), ("favor+", {"trainable": True}), ("hedgehog", {}), ("fmm", {}), ("fmm", {"normalizer": "joint"})]
+)
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_row_with_nothing_visible_gives_zeros(gpu, variant, causal):
     gpu.set_backend("fused")

@@ -64,7 +64,7 @@ def using(name: str) -> Iterator[None]:
 
 def missing(operator: str) -> str | None:
     """Why the fused form of an operator cannot run in this installation; None if it can."""
-    if torch.__version__ < (2, 13):
+    if torch.__version__ < "2.13":
         return f"torch {torch.__version__} is older than 2.13"
     if operator != "causal":
         return None
@@ -74,12 +74,12 @@ def missing(operator: str) -> str | None:
 
 
 def fused(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...], problem: str | None = None) -> bool:
-    """Whether `function(*arguments)`, an operator whose first arguments are q, k and v, runs on fused kernels.
+    """Whether `function(*arguments)`, an operator whose first arguments are q, k and v on a GPU, runs on fused kernels.
 
     `problem` is what the caller already knows to be unsupported.
     """
     q, _, v = arguments[:3]
-    if _backend == "torch" or q.device.type not in DEVICES:
+    if _backend == "torch":
         return False
     if problem is None and q.dtype not in TOLERANCE:
         problem = f"{q.dtype} is not supported"

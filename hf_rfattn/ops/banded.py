@@ -39,9 +39,9 @@ def banded_attention(
     at the last key. `key_mask` `[B, Lk]`: True for keys that exist. `segments` `[B, L]`: numbers of packed sequences. A
     query that sees no key has out = 0 and lse = -inf. O(Lq · bandwidth · D) time, O(L · D) memory.
     """
-    masks = {"scale": scale, "causal": causal, "segments": segments}
-    if backend.fused("band", partial(banded_attention, bandwidth=bandwidth, scale=scale, causal=causal), (q, k, v)):
-        return fused.banded_attention(q, k, v, bandwidth, key_mask=key_mask, **masks)
+    this = partial(banded_attention, bandwidth=bandwidth, scale=scale, causal=causal)
+    if q.device.type in backend.DEVICES and backend.fused("band", this, (q, k, v)):
+        return fused.banded_attention(q, k, v, bandwidth, scale, key_mask, causal, segments)
     for size in TILES:
         if bandwidth <= size:
             break

@@ -60,7 +60,7 @@ def causal_linear_attention(
         block = _Block.of(slice(0, 1), phi_q(x), phi_k(y), u, *masks)
         out, log_d, *after = _attend_by_steps(block, sums, phi_q.floor)
         out = out.to(q.dtype)
-    elif backend.fused("causal", causal_linear_attention, arguments[:5], _unsupported(phi_q)):
+    elif q.device.type in backend.DEVICES and _fused(arguments[:5]):
         out, log_d, *after = fused.causal_linear_attention(q, k, v, phi_q, phi_k, *masks, arguments[-1])
     elif not phi_q.positive or traced():
         out, log_d, *after = _attention(*arguments)
@@ -71,10 +71,11 @@ def causal_linear_attention(
     return out, log_d, Sums(*after)
 
 
-def _unsupported(phi: FeatureFunction) -> str | None:
-    if not phi.positive:
-        return "features are signed"
-    return "kernels of flash-linear-attention cannot be part of a compiled graph" if traced() else None
+def _fused(arguments: tuple[Any, ...]) -> bool:
+    problem = None if arguments[3].positive else "features are signed"
+    if traced():
+        problem = "kernels of flash-linear-attention cannot be part of a compiled graph"
+    return backend.fused("causal", causal_linear_attention, arguments, problem)
 
 
 def linear_multiply_adds(length: int, features: int, value_dim: int, causal: bool) -> int:

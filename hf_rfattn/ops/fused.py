@@ -73,8 +73,8 @@ def _offset(x: Tensor, features: Landmarks, scale: float) -> Tensor:
     """What completes the logarithms of features, `[B, H, L, 1]`."""
     if isinstance(features.offset, Tensor):
         return features.offset
-    weight = _landmark_tokens(features, x)
-    bias = None if features.bias is None else features.bias[:, 0].to(torch.promote_types(x.dtype, torch.float32)).expand(len(x), -1, -1)
+    weight, dtype = _landmark_tokens(features, x), torch.promote_types(x.dtype, torch.float32)
+    bias = None if features.bias is None else features.bias[:, 0].to(dtype).expand(len(x), -1, -1)
     return -attend(x, weight, weight, scale=scale, key_bias=bias)[1]
 
 
@@ -111,9 +111,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention `[B, H, Lq, Dv]` and its log-sum-exp `[B, H, Lq, 1]` by FlexAttention.
 
-    Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `key_bias` `[B, Hkv, Lk]` is added to scores and may need
-    gradients; `key_mask` `[B, Lk]`: True for keys that exist; `ranges`: the first and the last key that each query sees,
-    `[B or 1, Lq]`. A query that sees no key has out = 0 and lse = -inf.
+    Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `key_bias` `[B, Hkv, Lk]` is added to scores and may
+    need gradients; `key_mask` `[B, Lk]`: True for keys that exist; `ranges`: the first and the last key that each query
+    sees, `[B or 1, Lq]`. A query that sees no key has out = 0 and lse = -inf.
     """
     B, H, L = q.shape[:3]
     groups = H // k.shape[1]
@@ -175,16 +175,15 @@ def _flex(*arguments: Any) -> tuple[Tensor, Tensor]:
     if traced():
         return _flex_attention(*arguments)
     if _compiled is None:
-        _compiled = torch.compile(
-            _flex_attention, dynamic=True, fullgraph=True, backend=COMPILER, recompile_limit=SIGNATURES
-        )
+        options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": SIGNATURES}
+        _compiled = torch.compile(_flex_attention, backend=COMPILER, **options)
     return _compiled(*arguments)
 
 
 _compiled: Any = None
 
 
-def _flex_attention(q, k, v, score_mod, block_mask, scale: float, grouped: bool) -> tuple[Tensor, Tensor]:
+def _flex_attention(q, k, v, score_mod, block_mask, scale: float, grouped: bool) -> tuple[Tensor, Any]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     out, aux = flex_attention(

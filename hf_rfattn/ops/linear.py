@@ -235,10 +235,11 @@ def linear_attention(
     features. `key_mask` `[B, Lk]`: True for keys that exist. A query that sees none gets zeros. O((Lq + Lk) · M · D)
     time, O(L · D + M · D) memory.
     """
-    arguments = q, k, v, phi_q, phi_k
-    problem = None if phi_q.map.log_linear else "features are not log-linear"
-    if backend.fused("linear", linear_attention, arguments, problem):
-        return fused.linear_attention(*arguments, key_mask)
+    if q.device.type in backend.DEVICES:
+        arguments = q, k, v, phi_q, phi_k
+        problem = None if phi_q.map.log_linear else "features are not log-linear"
+        if backend.fused("linear", linear_attention, arguments, problem):
+            return fused.linear_attention(*arguments, key_mask)
     if phi_q.positive and torch.is_grad_enabled():
         found = differentiate(_PositiveAttention, q, k, v, phi_q, phi_k, key_mask)
         if found is not None:
