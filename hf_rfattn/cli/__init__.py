@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from . import bench, hub, study
+from .doctor import doctor
 from .inspect_model import inspect_model
 from .patch_model import patch, unpatch
 
@@ -79,3 +80,4 @@ app.add_typer(bench.app)
 app.add_typer(study.app)
 app.command()(hub.card)
 app.command()(hub.publish)
+app.command()(doctor)
