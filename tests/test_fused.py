@@ -3,6 +3,7 @@ passes for a GPU. Mathematics, masks, gradients, dispatch and the check at first
 """
 
 import importlib.util
+import json
 import math
 import sys
 import warnings
@@ -15,6 +16,8 @@ from support.variants import every_variant, over
 from torch.nn.attention import flex_attention
 
 import hf_rfattn
+from hf_rfattn.cli import app
+from hf_rfattn.cli.doctor import calls
 from hf_rfattn.ops import backend, fused
 
 
@@ -325,6 +328,9 @@ def test_reasons(gpu, monkeypatch):
     assert backend.decisions["linear"] == "heads are smaller than 16"
     monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    some_call()
+    assert "triton is not installed" in backend.decisions["linear"]
+    monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "fla" else name)
     some_call(causal=True)
     assert "pip install 'hf-rfattn[gpu]'" in backend.decisions["causal"]
     build(("favor+", {}))(*draw_qkv(20))
@@ -335,3 +341,30 @@ def test_unknown_backends():
     with pytest.raises(ValueError, match="Unknown backend 'cuda'; choose one of auto, torch, fused"):
         hf_rfattn.set_backend("cuda")
     assert backend.get_backend() == "auto"
+
+
+# hf-rfattn doctor.
+
+
+def test_doctor_without_a_gpu(capsys):
+    app(["doctor"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert f"torch         {torch.__version__}" in said and "backend       auto" in said
+    if not torch.cuda.is_available():
+        assert "No GPU is visible to torch" in said
+    app(["doctor", "--json"], standalone_mode=False)
+    assert set(json.loads(capsys.readouterr().out)["operators"]) == {"linear", "causal", "band", "multipole"}
+
+
+def test_doctor_says_what_a_device_runs_on(gpu, monkeypatch):
+    monkeypatch.setattr("hf_rfattn.mechanisms.mechanism_names", lambda: ["favor+", "linear"])
+    gpu.set_backend("auto")
+    found = {(c["attention"], c["form"], c["dtype"]): c["kernels"] for c in calls(torch.device("cpu"))}
+    assert len(found) == 8
+    assert found["favor+", "bidirectional", "bfloat16"] == "linear: fused"
+    assert found["favor+", "causal", "float32"] == "causal: fused"
+    assert found["linear", "bidirectional", "float32"] == "linear: features are not log-linear"
+    monkeypatch.setattr(gpu, "checks", {})
+    monkeypatch.setattr(fused, "_flex", raises)
+    broken = next(c for c in calls(torch.device("cpu")) if c["form"] == "bidirectional")
+    assert "out of resource" in broken["kernels"]

@@ -32,7 +32,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         typer.echo(f"\n{device['device']}: {device['name']}, {device['memory_gb']} GB, {device['architecture']}")
         for call in device["calls"]:
             typer.echo(f"  {call['attention']:<12}{call['form']:<15}{call['dtype']:<10}{call['kernels']}")
-    typer.echo("\nPlease add this to bug reports: https://github.com/hf-rfattn/hf-rfattn/issues")
+    typer.echo("\nPlease add this to bug reports.")
 
 
 def report() -> dict[str, Any]:

@@ -67,9 +67,9 @@ def missing(operator: str) -> str | None:
     """Why the fused form of an operator cannot run in this installation; None if it can."""
     if torch.__version__ < "2.13":
         return f"torch {torch.__version__} is older than 2.13"
-    if operator != "causal":
-        return None
-    if find_spec("triton") is None or find_spec("fla") is None:
+    if find_spec("triton") is None:
+        return "triton is not installed; it comes with torch for GPUs"
+    if operator == "causal" and find_spec("fla") is None:
         return "flash-linear-attention is not installed: pip install 'hf-rfattn[gpu]'"
     return None
 
