@@ -153,30 +153,6 @@ def test_inside_a_compiled_model(gpu, variant):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_code_of_the_compiler_equals_the_definition(gpu, monkeypatch):
-    """The one kernel that inductor makes on CPUs: forward, without the log-sum-exp."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        pytest.skip("inductor has FlexAttention for x86 with AVX2 alone")
-
-    @torch.compile(dynamic=True, fullgraph=True)
-    def compiled(q, k, v, score_mod, block_mask, scale, grouped):
-        out = flex_attention.flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa=grouped)
-        return out, torch.zeros_like(out[..., 0])
-
-    monkeypatch.setattr(fused, "_flex", compiled)
-    gpu.set_backend("fused")
-    mechanism = build(("band", {"bandwidth": 20}), heads=4, kv_heads=2, dtype=torch.float32)
-    for length in (150, 300):
-        q, k, v = draw_qkv(length, heads=4, kv_heads=2, dtype=torch.float32)
-        key_mask = torch.rand(2, length) > 0.3
-        with torch.no_grad():
-            out = mechanism(q, k, v, key_mask=key_mask, causal=True)
-        torch.testing.assert_close(
-            out, definition(mechanism, q, k, v, key_mask=key_mask, causal=True), rtol=1e-4, atol=1e-5
-        )
-
-
 def test_gates_are_those_of_flash_linear_attention():
     """Its own reference; the module beside it needs triton, so the file is loaded by itself."""
     package = importlib.util.find_spec("fla")

@@ -108,12 +108,14 @@ def attend(
     key_bias: Tensor | None = None,
     key_mask: Tensor | None = None,
     ranges: tuple[Tensor, Tensor] | None = None,
+    tile_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention `[B, H, Lq, Dv]` and its log-sum-exp `[B, H, Lq, 1]` by FlexAttention.
 
     Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `key_bias` `[B, Hkv, Lk]` is added to scores and may
     need gradients; `key_mask` `[B, Lk]`: True for keys that exist; `ranges`: the first and the last key that each query
-    sees, `[B or 1, Lq]`. A query that sees no key has out = 0 and lse = -inf.
+    sees, `[B or 1, Lq]`; `tile_bias` `[B, T, Lk]` instead of the other biases: of keys for T tiles of queries. A query
+    that sees no key has out = 0 and lse = -inf.
     """
     B, H, L = q.shape[:3]
     groups = H // k.shape[1]
@@ -130,6 +132,12 @@ def attend(
 
         def score_mod(score, b, h, i, j):
             return score + bias[b, h, j]
+
+    elif tile_bias is not None:
+        size = L // tile_bias.shape[1]
+
+        def score_mod(score, b, h, i, j):
+            return score + tile_bias[b, i // size, j]
 
     if ranges is not None:
         low, high = (x.expand(B, L) for x in ranges)
