@@ -106,7 +106,7 @@ def test_third_party_mechanism_in_its_own_file(monkeypatch):
     assert build_mechanism("toy", num_heads=1, head_dim=4)(q, q, q).shape == q.shape
     assert FmmConfig(far=(ToyConfig(),)).to_dict()["far"] == [{"mechanism": "toy", "strength": 1.0}]
     with pytest.raises(ValueError, match="registered already"):
-        register_mechanism("toy", HedgehogConfig, registry._REGISTRY["hedgehog"].module)
+        register_mechanism("toy", HedgehogConfig, registry._REGISTRY["hedgehog"][1])
     with pytest.raises(ValueError, match="registered already"):
         register_mechanism("performer", ToyConfig, Toy)
     with pytest.raises(ValueError, match="frozen dataclass"):

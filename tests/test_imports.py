@@ -99,10 +99,8 @@ def test_public_names_are_the_same_for_all():
     """`__all__`, what `__getattr__` finds, and what type checkers see."""
     tree = ast.parse(Path(hf_rfattn.__file__).read_text(encoding="utf-8"))
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    checked = {
-        alias.name: f"{node.module}" for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert checked == {name: home for home, names in hf_rfattn._HOMES.items() for name in names}
+    checked = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert checked == hf_rfattn._HOME
     assert sorted(checked) == sorted(hf_rfattn.__all__)
     assert set(hf_rfattn.__all__) <= set(dir(hf_rfattn))
     assert all(getattr(hf_rfattn, name).__name__ == name for name in hf_rfattn.__all__)

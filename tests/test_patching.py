@@ -1,14 +1,26 @@
 """patch_model on models: every mechanism × bert-like, gpt2-like, llama-like (grouped queries)."""
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from support.models import MODELS, hidden, ids, mechanisms, tiny_bart, tiny_bert, tiny_gpt2, tiny_llama
 from support.variants import every_mechanism
+from transformers import BertModel
 
-from hf_rfattn import BandConfig, FavorConfig, FmmConfig, attention_error, extend_positions, patch_model, unpatch_model
+from hf_rfattn import (
+    BandConfig,
+    FavorConfig,
+    FmmConfig,
+    attention_error,
+    convert,
+    extend_positions,
+    mechanism_names,
+    patch_model,
+    unpatch_model,
+)
 
 every_model = pytest.mark.parametrize("family", MODELS)
 
@@ -254,3 +266,33 @@ def test_names_of_models_are_not_models(call, name):
         call(name, 512 if call is extend_positions else "favor+")
     with pytest.raises(ValueError, match="NoneType holds no transformers model"):
         call(None, 512 if call is extend_positions else "favor+")
+
+
+@pytest.mark.parametrize("attention", mechanism_names())
+def test_mechanisms_that_need_training_warn_in_pretrained_models(attention, tmp_path):
+    tiny_bert().save_pretrained(tmp_path / "softmax")
+    needs = attention in ("favor+", "hedgehog", "linear", "rff")
+
+    def warnings_of(make, *arguments, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = make(*arguments, **options)
+        return made, [w for w in caught if "no better than averaging" in str(w.message)]
+
+    model, warned = warnings_of(patch_model, BertModel.from_pretrained(tmp_path / "softmax"), attention)
+    assert len(warned) == needs
+    assert all(w.filename == __file__ and "hf_rfattn.convert" in str(w.message) for w in warned)
+    model.save_pretrained(tmp_path / "patched")
+    assert not warnings_of(BertModel.from_pretrained, tmp_path / "patched")[1]
+    assert not warnings_of(patch_model, tiny_bert().eval(), attention)[1]  # random weights
+    assert not warnings_of(patch_model, BertModel.from_pretrained(tmp_path / "softmax").train(), attention)[1]
+
+
+def test_conversion_does_not_warn_of_missing_training(tmp_path):
+    tiny_bert().save_pretrained(tmp_path)
+    model, batches = BertModel.from_pretrained(tmp_path), [{"input_ids": torch.randint(1, 50, (2, 8))}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(model, "hedgehog", batches, steps=1, progress=False)
+    with pytest.warns(UserWarning, match="Without training, hedgehog attention"):
+        patch_model(unpatch_model(model), {0: "hedgehog", 1: "multipole"})

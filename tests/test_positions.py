@@ -163,7 +163,7 @@ def test_the_advice_for_rotary_models_works(tmp_path):
         ({"max_length": 0}, "positive whole number"),
         ({"max_length": 512.0}, "positive whole number"),
         ({"max_length": True}, "positive whole number"),
-        ({"max_length": 512, "method": "stretch"}, "Unknown method 'stretch'; choose one of interpolate, tile"),
+        ({"max_length": 512, "method": "stretch"}, "Unknown method 'stretch'; choose one of tile, interpolate"),
         ({"max_length": 512, "tokenizer": "bert"}, "model_max_length"),
     ],
 )

@@ -24,7 +24,7 @@ def patch(
         int | None, typer.Option(help="Extend learned positions to this number of tokens, in the tokenizer too.")
     ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="How to extend them: interpolate (the default) or tile.")
+        str | None, typer.Option(help="How to extend them: tile (the default) or interpolate.")
     ] = None,
 ) -> None:
     """Patch MODEL and save it with its tokenizer; `from_pretrained` of the folder loads it patched."""
@@ -34,7 +34,7 @@ def patch(
 
         patch_model(loaded, config, layers=layers, cross_attention=cross_attention, seed=seed)
         if max_length is not None:
-            extend_positions(loaded, max_length, method=positions or "interpolate", tokenizer=tokenizer)  # type: ignore[arg-type]
+            extend_positions(loaded, max_length, method=positions or "tile", tokenizer=tokenizer)  # type: ignore[arg-type]
 
     with errors_without_traceback():
         from ..mechanisms import parse_attention
@@ -43,7 +43,7 @@ def patch(
             raise ValueError("--positions says how positions are extended; say with --max-length how far.")
         config = parse_attention(attention, options or [])
         _save_changed(model, output, change)
-    typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`. It needs training.")
+    typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`.")
 
 
 def unpatch(model: Model, output: Output) -> None:

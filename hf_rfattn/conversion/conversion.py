@@ -7,7 +7,9 @@ and apart from each other, in one pass of the model a step, and no graph is long
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
 
+import itertools
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,11 +19,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..features import PositiveFeatures
 from ..integration import AttentionError, attention_error, calibrate, patch_model, unpatch_model
-from ..integration.error import EXPLANATION
+from ..integration.error import EXPLANATION, optimal_maps
 from ..integration.inputs import Data
-from ..integration.patching import Attention
+from ..integration.patching import UNTRAINED, Attention
 from ..integration.text_table import text_table
 from .batches import TrainingBatches
 from .processes import check_alike, from_first, process_rank
@@ -89,8 +90,8 @@ def convert(
     is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on,
     unless there is no other.
 
-    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call goes on from it. Other
-    batches, or the same in another order, raise ValueError: a DataLoader that shuffles needs a seeded `generator`.
+    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call resumes from it, with
+    the next of `batches`: give the same ones in the same order (a DataLoader that shuffles needs a seeded `generator`).
     `progress`: show a bar.
 
     Where torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
@@ -109,43 +110,45 @@ def convert(
     """
     if measure is not None and not isinstance(measure, Mapping):
         raise ValueError(f"measure must be one batch, as a tokenizer returns it, not {type(measure).__name__}.")
-    _check_numbers(steps=steps, save_every=save_every, batch_size=batch_size, patience=patience)
+    numbers = {"steps": steps, "save_every": save_every, "batch_size": batch_size, "patience": patience}
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
     if attention is not None:
-        patch_model(model, attention, seed=seed, **patching)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", UNTRAINED)
+            patch_model(model, attention, seed=seed, **patching)
     try:
         if measure is None:
             measure = data.take_first()
         measure = from_first({k: v.cpu() if isinstance(v, Tensor) else v for k, v in measure.items()})
-        if attention is not None and any(isinstance(m, PositiveFeatures) and m.optimal for m in model.modules()):
+        if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
         transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
-        check_alike(seed=seed, settings=transfer.settings(), mechanisms=transfer.digest(), save_every=saved)
+        tensors = [x for layer in transfer.layers for x in layer.state_dict().values()]
+        sums = [float(x.double().sum()) for x in tensors]
+        check_alike(seed=seed, settings=transfer.settings(), mechanisms=sums, save_every=saved)
         hidden = not progress or process_rank() > 0
         with transfer.layers_in_float32(), tqdm(total=steps, desc="attention transfer", disable=hidden) as bar:
-            expected = None if state is None else transfer.load(state, before)
+            if state is not None:
+                transfer.load(state, before)
             check_alike(steps_in_the_checkpoint=transfer.step)
-            data.skip(transfer.step)
-            if expected is not None and data.digest() != expected:
-                raise ValueError(
-                    f"{state} was trained on other batches than those given now, or in another order (a DataLoader "
-                    "that shuffles needs a seeded generator). Give the same batches again, or another checkpoint."
-                )
+            ahead = itertools.islice(data, transfer.step, None)
             started = time.perf_counter() - transfer.seconds
             while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
-                transfer.train(data.next())
+                transfer.train(next(ahead))
                 transfer.seconds = time.perf_counter() - started
                 bar.set_postfix_str(f"error {transfer.mean_error():.3f}", refresh=False)
                 bar.update(transfer.step - bar.n)
-                if state is not None and (transfer.step % save_every == 0 or transfer.step == steps):
-                    seen = data.digest()
-                    if process_rank() == 0:
-                        transfer.save(state, before, seen)
+                due = transfer.step % save_every == 0 or transfer.step == steps
+                if state is not None and due and process_rank() == 0:
+                    transfer.save(state, before)
     except Exception:
         if attention is not None:
             unpatch_model(model)
@@ -156,9 +159,3 @@ def convert(
         steps={layer.name: layer.steps for layer in transfer.layers.values()},
         seconds=transfer.seconds,
     )
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")

@@ -1,12 +1,11 @@
 """The training of attention transfer, and its state on disk."""
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ..integration import AttentionError
 from ..integration.error import energy, mechanism_sites, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
-from .batches import tensor_bytes
 from .processes import process_count, sum_over_processes
 
 STATE = "conversion.safetensors"
@@ -36,12 +34,12 @@ class _Layer:
 
     name: str
     parameters: dict[str, nn.Parameter]
+    parts: list[LinearMechanism]
     steps: int = 0
     loss: float = math.nan  # of the last step
     loss_sum: float = 0.0  # since the last look, every `patience` steps
     last_mean: float = math.inf
     stopped: bool = False
-    parts: list[LinearMechanism] = field(default_factory=list)
 
     def record(self, loss: float, patience: int | None) -> None:
         self.loss = loss
@@ -71,15 +69,19 @@ class Transfer:
             if parameters:
                 linear = [m for m in mechanism.modules() if isinstance(m, LinearMechanism) and m is not mechanism]
                 learning = [m for m in linear if any(True for _ in m.parameters())]
-                self.layers[mechanism] = _Layer(name, parameters, parts=learning if parts else [])
+                self.layers[mechanism] = _Layer(name, parameters, learning if parts else [])
         if not self.layers:
             kinds = sorted({m.config.name for m in mechanism_sites(model)})
             raise ValueError(
                 f"{', '.join(kinds)}: nothing to train, these mechanisms have no parameters. Choose one that learns, "
                 "such as 'hedgehog' or 'fmm', or 'favor+' with trainable=True."
             )
-        if divergence:
-            _check_positive(self.layers)
+        signed = [m for m in self.layers for part in m.modules() if isinstance(part, FeatureMap) and not part.positive]
+        if divergence and signed:
+            raise ValueError(
+                f"divergence needs positive attention weights; those of {signed[0].config.name!r} "
+                f"({self.layers[signed[0]].name}) can be negative. Leave it at 0."
+            )
         self.optimizer = torch.optim.Adam(
             [{"params": list(layer.parameters.values())} for layer in self.layers.values()], lr=learning_rate
         )
@@ -157,16 +159,8 @@ class Transfer:
         """Root of the mean loss of the last step, over layers."""
         return math.sqrt(sum(layer.loss for layer in self.layers.values()) / len(self.layers))
 
-    def digest(self) -> str:
-        """Of the parameters and random draws of all mechanisms."""
-        total = hashlib.blake2b(digest_size=8)
-        for mechanism, name in mechanism_sites(self.model).items():
-            for key, value in mechanism.state_dict().items():
-                total.update(f"{name} {key}\0".encode() + tensor_bytes(value))
-        return total.hexdigest()
-
-    def save(self, path: Path, before: AttentionError, batches: str) -> None:
-        """Write the state whole or not at all. `batches`: digest of those it was trained on."""
+    def save(self, path: Path, before: AttentionError) -> None:
+        """Write the state whole or not at all."""
         tensors: dict[str, Tensor] = {}
         for layer in self.layers.values():
             for name, parameter in layer.parameters.items():
@@ -175,7 +169,6 @@ class Transfer:
                     tensors[f"{layer.name}/{name}/{key}"] = value
         facts = {
             "settings": self.settings(),
-            "batches": batches,
             "step": self.step,
             "seconds": self.seconds,
             "before": before.to_dict(),
@@ -189,19 +182,19 @@ class Transfer:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def load(self, path: Path, before: AttentionError) -> str | None:
-        """Go on from a state, if there is one; returns the digest of the batches it was trained on."""
+    def load(self, path: Path, before: AttentionError) -> None:
+        """Go on from a state, if there is one."""
         if not path.exists():
-            return None
+            return
         try:
-            return self._load(path, before)
+            self._load(path, before)
         except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path} is damaged or was not written by this version ({type(error).__name__}: {error}). Delete it to "
                 "start the conversion again, or give another checkpoint."
             ) from error
 
-    def _load(self, path: Path, before: AttentionError) -> str:
+    def _load(self, path: Path, before: AttentionError) -> None:
         with safe_open(path, framework="pt") as file:
             facts = json.loads(file.metadata()["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -227,7 +220,6 @@ class Transfer:
                     for key, value in tensors.items()
                     if key.startswith(f"{prefix}/")
                 }
-        return facts["batches"]
 
     def settings(self) -> dict[str, Any]:
         names = ("steps", "learning_rate", "parts", "divergence", "patience")
@@ -266,15 +258,6 @@ def _divergence(mechanism: Mechanism, args: tuple, masks: dict[str, Any], valid:
     logs = exact.clamp(min=SMALLEST_WEIGHT).log() - weights.clamp(min=SMALLEST_WEIGHT).log()
     by_query = (exact * logs).sum(-1)  # [B, H, Lq]
     return (by_query * valid[:, None]).sum() / (valid.sum() * q.shape[1] * process_count())
-
-
-def _check_positive(layers: Mapping[Mechanism, _Layer]) -> None:
-    for mechanism, layer in layers.items():
-        if any(isinstance(m, FeatureMap) and not m.positive for m in mechanism.modules()):
-            raise ValueError(
-                f"divergence needs positive attention weights; those of {mechanism.config.name!r} ({layer.name}) "
-                "can be negative. Leave it at 0."
-            )
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

@@ -3,28 +3,5 @@
 from .fourier import FourierFeatures
 from .kernels import KERNELS, kernel_matrix
 from .learned import HedgehogFeatures, LearnedPositiveFeatures
-from .maps import (
-    ConstantFeatures,
-    EluFeatures,
-    FeatureMap,
-    PositiveFeatures,
-    ReluFeatures,
-    TanhFeatures,
-)
+from .maps import ConstantFeatures, EluFeatures, FeatureMap, PositiveFeatures, ReluFeatures, TanhFeatures
 from .projections import draw_projection, hadamard_rotation
-
-__all__ = [
-    "KERNELS",
-    "ConstantFeatures",
-    "EluFeatures",
-    "FeatureMap",
-    "FourierFeatures",
-    "HedgehogFeatures",
-    "LearnedPositiveFeatures",
-    "PositiveFeatures",
-    "ReluFeatures",
-    "TanhFeatures",
-    "draw_projection",
-    "hadamard_rotation",
-    "kernel_matrix",
-]

@@ -1,7 +1,7 @@
 """Random Fourier features, which are signed."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..ops import Features
 from .kernels import KERNELS
 from .maps import SIGNED_FLOOR, RandomFeatures, Role, per_head_product, per_query_head
-from .projections import Projection
 
 TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys starts
 
@@ -30,38 +29,26 @@ class FourierFeatures(RandomFeatures):
     def __init__(
         self,
         num_kv_heads: int,
-        num_features: int,
-        head_dim: int,
-        seed: tuple[int, ...],
-        *,
+        *sizes: Any,
         kernel: str = "gaussian",
-        projection: Projection = "orthogonal",
-        hadamard_blocks: int = 3,
         form: Literal["sincos", "cos"] = "sincos",
         normalize_qk: bool = True,
-        redraw_interval: int | None = None,
+        **draw: Any,
     ):
-        rows = num_features if form == "cos" else num_features // 2
-        super().__init__(num_kv_heads, rows, head_dim, seed, projection, hadamard_blocks, redraw_interval)
-        self.num_features = num_features
-        self.kernel = kernel
-        self.form = form
-        self.normalize_qk = normalize_qk
+        super().__init__(num_kv_heads, *sizes, antithetic=form == "sincos", **draw)  # a sine and a cosine of each row
+        self.kernel, self.form, self.normalize_qk = kernel, form, normalize_qk
         if form == "cos":
-            self.register_buffer("phase", torch.empty(num_kv_heads, rows))
+            self.register_buffer("phase", torch.empty(num_kv_heads, self.num_features))
         if normalize_qk:
             self.log_temperature = nn.Parameter(torch.empty(num_kv_heads))
         self.reset_parameters()
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        draw = KERNELS[self.kernel].frequencies
-        if draw is None:
-            buffers = super().sample(generator)
-        else:
-            buffers = {"projection": draw(tuple(self.projection.shape), generator)}
+        draw, shape = KERNELS[self.kernel].frequencies, tuple(self.projection.shape)
+        buffers = super().sample(generator) if draw is None else {"projection": draw(shape, generator)}
         if self.form == "cos":
-            shape = tuple(self.phase.shape)
-            buffers["phase"] = 2 * math.pi * torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+            uniform = torch.rand(shape[:2], generator=generator, dtype=torch.float64, device="cpu")
+            buffers["phase"] = 2 * math.pi * uniform
         return buffers
 
     def tensors(self, role: Role) -> tuple[Tensor | None, ...]:

@@ -161,8 +161,8 @@ class LogLinearFeatures(FeatureMap):
 
 
 class RandomFeatures(FeatureMap):
-    """A map with random buffers, drawn from (seed, layer, …, number of the draw); subclasses end `__init__` with
-    `reset_parameters()`.
+    """A map with random buffers, drawn from (seed, layer, …, number of the draw), in pairs of opposite sign if
+    `antithetic`; subclasses end `__init__` with `reset_parameters()`.
     """
 
     projection: Tensor  # [Hkv, rows, D]
@@ -172,19 +172,20 @@ class RandomFeatures(FeatureMap):
     def __init__(
         self,
         num_kv_heads: int,
-        rows: int,
+        num_features: int,
         head_dim: int,
         seed: tuple[int, ...],
-        kind: Projection,
-        hadamard_blocks: int,
-        redraw_interval: int | None,
+        *,
+        projection: Projection = "orthogonal",
+        hadamard_blocks: int = 3,
+        antithetic: bool = False,
+        redraw_interval: int | None = None,
     ):
         super().__init__()
         self.version = 0  # changes with the map: a state of generation holds sums of the features of one version
-        self.seed = seed
-        self.redraw_interval = redraw_interval
-        self.kind: Projection = kind
-        self.hadamard_blocks = hadamard_blocks
+        self.num_features, self.seed, self.antithetic = num_features, seed, antithetic
+        self.kind, self.hadamard_blocks, self.redraw_interval = projection, hadamard_blocks, redraw_interval
+        rows = num_features // 2 if antithetic else num_features
         self.register_buffer("projection", torch.empty(num_kv_heads, rows, head_dim))
         self.register_buffer("draws", torch.zeros((), dtype=torch.long))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
@@ -197,11 +198,9 @@ class RandomFeatures(FeatureMap):
     @torch.no_grad()
     def draw(self) -> None:
         """Fill the random buffers with draw number `draws`."""
-        if self.projection.is_meta:
-            return  # nothing to fill: a checkpoint will
-        number = int(self.draws)
-        for name, value in self.sample(seeded_generator(*self.seed, number)).items():
-            getattr(self, name).copy_(value)
+        if not self.projection.is_meta:  # else a checkpoint will fill them
+            for name, value in self.sample(seeded_generator(*self.seed, int(self.draws))).items():
+                getattr(self, name).copy_(value)
 
     def redraw(self) -> None:
         """Go on to the next draw."""
@@ -235,23 +234,8 @@ class PositiveFeatures(RandomFeatures, LogLinearFeatures):
 
     rho: Tensor
 
-    def __init__(
-        self,
-        num_kv_heads: int,
-        num_features: int,
-        head_dim: int,
-        seed: tuple[int, ...],
-        *,
-        projection: Projection = "orthogonal",
-        hadamard_blocks: int = 3,
-        antithetic: bool = False,
-        optimal: bool = False,
-        redraw_interval: int | None = None,
-    ):
-        rows = num_features // 2 if antithetic else num_features
-        super().__init__(num_kv_heads, rows, head_dim, seed, projection, hadamard_blocks, redraw_interval)
-        self.num_features = num_features
-        self.antithetic = antithetic
+    def __init__(self, num_kv_heads: int, *sizes: Any, optimal: bool = False, **draw: Any):
+        super().__init__(num_kv_heads, *sizes, **draw)
         self.optimal = optimal
         if optimal:
             self.register_buffer("rho", torch.empty(num_kv_heads))
@@ -294,22 +278,8 @@ class ReluFeatures(RandomFeatures):
 
     log_features = False
 
-    def __init__(
-        self,
-        num_kv_heads: int,
-        num_features: int,
-        head_dim: int,
-        seed: tuple[int, ...],
-        *,
-        projection: Projection = "orthogonal",
-        hadamard_blocks: int = 3,
-        antithetic: bool = False,
-        redraw_interval: int | None = None,
-    ):
-        rows = num_features // 2 if antithetic else num_features
-        super().__init__(num_kv_heads, rows, head_dim, seed, projection, hadamard_blocks, redraw_interval)
-        self.num_features = num_features
-        self.antithetic = antithetic
+    def __init__(self, *sizes: Any, **draw: Any):
+        super().__init__(*sizes, **draw)
         self.reset_parameters()
 
     def tensors(self, role: Role) -> tuple[Tensor]:

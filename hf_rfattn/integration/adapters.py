@@ -4,11 +4,10 @@ An adapter holds what was trained, and PEFT puts it onto any base that has modul
 a record to `adapter_config.json`: how the base was patched, and a summary of the mechanisms that the adapter does not
 bring itself. Loading one patches a base that is not patched, and refuses a base that is not the same in the end.
 
-The import hook imports this module after PEFT. It wraps the methods where PEFT saves models (`transformers` does too)
-and configs, loads configs, and adds adapters to models.
+The import hook imports this module after PEFT. It wraps the methods that save models (of PEFT and transformers), save
+and load configs, and add adapters to models.
 """
 
-import functools
 import inspect
 import json
 import math
@@ -24,42 +23,38 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..mechanisms.base import random_maps
-from .discovery import find_attention
+from .discovery import find_attention, outermost_models
 from .names import NAME, SPEC
 from .patching import apply_patch, unpatch_model
 from .spec import PatchSpec
+from .wrapping import wraps_method
 
 RECORD = NAME  # the key in adapter_config.json: without this package PEFT warns that it does not know it
 TOLERANCE = 0.01  # of the norm: bfloat16 stays below it, another draw does not
-_LAST = "Load the adapter onto the patched base that it was trained on (saved with save_pretrained)."
+_ADVICE = "Load the adapter onto the patched base that it was trained on (saved with save_pretrained)."
 
 
 def describe(model: nn.Module, adapter: str) -> dict[str, Any] | None:
     """The record of an adapter; None if its base is not patched."""
-    base = _base(model)
-    patched = {path: part.config.rfattn for path, part in _patched_parts(base).items() if _is_active(part)}
-    if base is None or not patched:
+    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), nn.Module())
+    specs = {path: part.config.rfattn for path, part in _patched_parts(base).items() if _is_active(part)}
+    if not specs:
         return None
-    draws = [m.draws for m in random_maps(base) if not m.draws.is_meta]
-    return {
-        "patched": {path: {k: v for k, v in spec.items() if k != "softmax"} for path, spec in patched.items()},
-        "draws": max(map(int, draws), default=0),
-        "mechanisms": _summary(base, adapter),
-    }
+    draws = [int(m.draws) for m in random_maps(base) if not m.draws.is_meta]
+    patched = {path: {k: v for k, v in spec.items() if k != "softmax"} for path, spec in specs.items()}
+    return {"patched": patched, "draws": max(draws, default=0), "mechanisms": _summary(base, adapter)}
 
 
 def prepare(model: nn.Module, record: Any, adapter: str) -> None:
     """Make the base what the record says. Raises ValueError, and leaves the model as it was, if that cannot be."""
     wanted, draws, summary = _read(record)
-    base = _base(model)
-    if base is None:
-        raise ValueError(f"This adapter was trained on a patched model of transformers, not {type(model).__name__}.")
+    base = outermost_models(model)[0]
     parts = _patched_parts(base)
     if not parts:
         if any(isinstance(m, BaseTunerLayer) for m in base.modules()):
             raise ValueError(
                 "This adapter was trained on a patched model. Patching this one would change what its other adapters "
-                f"give. {_LAST}"
+                f"give. {_ADVICE}"
             )
         _patch(base, wanted, draws)
     elif not all(map(_is_active, parts.values())):
@@ -70,26 +65,22 @@ def prepare(model: nn.Module, record: Any, adapter: str) -> None:
     elif {path: PatchSpec.from_dict(part.config.rfattn) for path, part in parts.items()} != wanted:
         raise ValueError(
             "This adapter was trained on a model that was patched otherwise: "
-            f"{json.dumps(record['patched'])}. {_LAST} Or call unpatch_model(model) first: loading then patches it."
+            f"{json.dumps(record['patched'])}. {_ADVICE} Or call unpatch_model(model) first: loading then patches it."
         )
     found = _summary(base, adapter)
     if any(not _close(numbers, found[name]) for name, numbers in summary.items() if name in found):
         if not parts:
             unpatch_model(base)
         raise ValueError(
-            "The mechanisms of this model are not those that the adapter was trained with, which were trained or drawn "
-            f"otherwise, and are not part of the adapter: that takes modules_to_save=['rf']. {_LAST}"
+            "The mechanisms of this model are not those that the adapter was trained with, and the adapter does not "
+            f"contain them (that takes modules_to_save=['rf']). {_ADVICE}"
         )
 
 
-def _base(model: nn.Module) -> PreTrainedModel | None:
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-
-
-def _patched_parts(base: nn.Module | None) -> dict[str, Any]:
+def _patched_parts(base: nn.Module) -> dict[str, Any]:
     """The (nested) models that were patched, by their paths, without those inside them."""
     parts: dict[str, Any] = {}
-    for path, module in base.named_modules() if base is not None else ():
+    for path, module in base.named_modules():
         inside = any(outer == "" or path.startswith(f"{outer}.") for outer in parts)
         if isinstance(module, PreTrainedModel) and getattr(module.config, SPEC, None) is not None and not inside:
             parts[path] = module
@@ -106,9 +97,8 @@ def _summary(base: nn.Module, adapter: str) -> dict[str, list[float]]:
     Tensors that are not here as a whole (sharded by FSDP or DeepSpeed, or without memory) are left out.
     """
     sums: dict[str, Tensor] = {}
-    holders = [m for m in base.modules() if m._modules.get("rf") is not None]
-    for number, holder in enumerate(holders):
-        mechanism: Any = holder.rf
+    mechanisms: list[Any] = [m.rf for m in base.modules() if m._modules.get("rf") is not None]
+    for number, mechanism in enumerate(mechanisms):
         if adapter in getattr(mechanism, "modules_to_save", ()):
             continue
         for name, tensor in getattr(mechanism, "original_module", mechanism).state_dict(keep_vars=True).items():
@@ -116,8 +106,7 @@ def _summary(base: nn.Module, adapter: str) -> dict[str, list[float]]:
             if tensor.is_floating_point() and whole and tensor.numel() and not tensor.is_meta:
                 x = tensor.detach().flatten().double().cpu()
                 angle = torch.arange(len(x), dtype=torch.float64, device="cpu") + number
-                new = torch.stack([x.square().sum(), x @ angle.cos(), x @ angle.sin()])
-                sums[name] = sums.get(name, 0) + new
+                sums[name] = sums.get(name, 0) + torch.stack([x.square().sum(), x @ angle.cos(), x @ angle.sin()])
     return {name: [round(v, 6) for v in (math.sqrt(x[0]), *x[1:].tolist())] for name, x in sums.items()}
 
 
@@ -151,84 +140,54 @@ def _patch(base: PreTrainedModel, wanted: dict[str, PatchSpec], draws: int) -> N
         for feature_map in random_maps(base) if draws else ():
             feature_map.draws.fill_(draws)
             feature_map.draw()
-    except Exception as error:
+    except (AttributeError, NotImplementedError, ValueError) as error:
         unpatch_model(base)
         if isinstance(error, NotImplementedError):  # torch, of parameters without memory
-            raise ValueError(
-                "With low_cpu_mem_usage=True this adapter's base cannot be patched on loading: leave it out, or call "
-                "patch_model on the base first."
-            ) from error
-        if isinstance(error, AttributeError):  # torch, of a path that is not there
-            raise ValueError(f"This adapter was trained on another model: {error}.") from error
-        raise
+            error = ValueError("With low_cpu_mem_usage=True the base must be patched before: call patch_model first.")
+        raise ValueError(f"This adapter cannot be loaded onto this base: {error}") from error
 
 
-def _saves_record(original: Any) -> Any:
-    """Of a model's `save_pretrained`: its adapters' configs know what to write for as long as that lasts."""
-
-    @functools.wraps(original)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        configs = getattr(self, "peft_config", None) or {}
-        for adapter, config in configs.items():
-            setattr(config, RECORD, describe(self, adapter))
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for config in configs.values():
-                vars(config).pop(RECORD, None)
-
-    return save_pretrained
-
-
-def _writes_record(original: Any) -> Any:
-    """Of a config's `save_pretrained`."""
-
-    @functools.wraps(original)
-    def save_pretrained(self: PeftConfigMixin, save_directory: Any, **kwargs: Any) -> None:
-        original(self, save_directory, **kwargs)
-        record = getattr(self, RECORD, None)
-        if record is not None:
-            path = Path(save_directory, "adapter_config.json")
-            path.write_text(json.dumps({**json.loads(path.read_text()), RECORD: record}, indent=2, sort_keys=True))
-
-    return save_pretrained
-
-
-def _reads_record(original: Any) -> Any:
-    """Of a config's `from_peft_type`, which gets what is in the file."""
-
-    @functools.wraps(original)
-    def from_peft_type(cls: type[PeftConfigMixin], **kwargs: Any) -> Any:
-        record = kwargs.pop(RECORD, None)
-        config = original(cls, **kwargs)
-        if record is not None:
-            setattr(config, RECORD, record)
-        return config
-
-    return from_peft_type
-
-
-def _prepares_base(original: Any) -> Any:
-    """Of methods that add an adapter. The record has done its work then: a later save writes what the model is then."""
-
-    @functools.wraps(original)
-    def add(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        adapter = given["adapter_name"]
-        config = given.get("peft_config") or self.peft_config[adapter]
-        record = vars(config).pop(RECORD, None)
-        if record is not None:
-            prepare(given.get("model", self), record, adapter)
+@wraps_method(PeftModel, "save_pretrained")
+@wraps_method(PreTrainedModel, "save_pretrained")
+def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The configs of adapters know what to write for as long as a model is being saved."""
+    configs = getattr(self, "peft_config", None) or {}
+    for adapter, config in configs.items():
+        setattr(config, RECORD, describe(self, adapter))
+    try:
         return original(self, *args, **kwargs)
+    finally:
+        for config in configs.values():
+            vars(config).pop(RECORD, None)
 
-    return add
+
+@wraps_method(PeftConfigMixin, "save_pretrained")
+def _save_config(original: Any, self: PeftConfigMixin, save_directory: Any, **kwargs: Any) -> None:
+    original(self, save_directory, **kwargs)
+    record = getattr(self, RECORD, None)
+    if record is not None:
+        path = Path(save_directory, "adapter_config.json")
+        path.write_text(json.dumps({**json.loads(path.read_text()), RECORD: record}, indent=2, sort_keys=True))
 
 
-PeftModel.save_pretrained = _saves_record(PeftModel.save_pretrained)  # type: ignore[method-assign]
-PreTrainedModel.save_pretrained = _saves_record(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
-PeftConfigMixin.save_pretrained = _writes_record(PeftConfigMixin.save_pretrained)  # type: ignore[method-assign]
-PeftConfigMixin.from_peft_type = classmethod(  # type: ignore[method-assign, assignment]
-    _reads_record(PeftConfigMixin.from_peft_type.__func__)  # type: ignore[attr-defined]
-)
-BaseTuner.inject_adapter = _prepares_base(BaseTuner.inject_adapter)  # type: ignore[method-assign]
-PeftModel.add_adapter = _prepares_base(PeftModel.add_adapter)  # type: ignore[method-assign]  # prompts come this way
+@wraps_method(PeftConfigMixin, "from_peft_type")
+def _read_config(original: Any, cls: type[PeftConfigMixin], **kwargs: Any) -> Any:
+    """It gets what is in the file."""
+    record = kwargs.pop(RECORD, None)
+    config = original(cls, **kwargs)
+    if record is not None:
+        setattr(config, RECORD, record)
+    return config
+
+
+@wraps_method(BaseTuner, "inject_adapter")
+@wraps_method(PeftModel, "add_adapter")  # prompt learning comes this way
+def _add_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The record has done its work then: a later save writes what the model is then."""
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    adapter = given["adapter_name"]
+    config = given.get("peft_config") or self.peft_config[adapter]
+    record = vars(config).pop(RECORD, None)
+    if record is not None:
+        prepare(given.get("model", self), record, adapter)
+    return original(self, *args, **kwargs)

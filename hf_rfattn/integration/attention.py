@@ -207,7 +207,11 @@ def rf_attention_forward(
     cache_layer = kwargs.pop(CACHE, None)
     mechanism = getattr(module, "rf", None)
     if mechanism is None:
-        _check_patched(module)
+        if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
+            raise ValueError(
+                f"The attention implementation is {NAME!r} but this model was not patched. Call "
+                "hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
+            )
         return _softmax(module, query, key, value, attention_mask, dropout, scaling, cache_layer, kwargs)
     for name, reason in _INEXPRESSIBLE.items():
         if kwargs.get(name) is not None:
@@ -260,15 +264,5 @@ def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwa
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _check_patched(module: nn.Module) -> None:
-    if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
-        raise ValueError(
-            f"The attention implementation is {NAME!r} but this model was not patched, so {type(module).__name__} has "
-            "no mechanism. Call hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
-        )
-
-
-def register() -> None:
-    """Tell transformers of both functions."""
-    AttentionInterface.register(NAME, rf_attention_forward)
-    AttentionMaskInterface.register(NAME, rf_mask)
+AttentionInterface.register(NAME, rf_attention_forward)
+AttentionMaskInterface.register(NAME, rf_mask)

@@ -49,11 +49,10 @@ class RecurrentLayer(CacheLayerMixin):
                 "cannot be made from it. Start again without past_key_values."
             )
         super().__init__()
-        static_length = layer.max_cache_len if isinstance(layer, StaticLayer) else None
-        self.static_length = static_length
-        self.is_compileable = static_length is not None
+        self.static_length = layer.max_cache_len if isinstance(layer, StaticLayer) else None
+        self.is_compileable = self.static_length is not None
         with torch.inference_mode(False):
-            self.count = None if static_length is None else torch.tensor(0)
+            self.count = torch.tensor(0) if self.is_compileable else None
         self.state: State | None = None
         self.patch_number: int | None = None  # of the mechanism that made the state
         self.versions: list[int] | None = None  # of its random maps
@@ -107,13 +106,12 @@ class RecurrentLayer(CacheLayerMixin):
                 "switched to softmax or patched in other layers after the cache was filled. Start again without "
                 "past_key_values."
             )
-        self.announced = False
         if self.waiting:
             raise NotImplementedError(
                 "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
                 "cache. Pass use_cache=False."
             )
-        self.waiting = True
+        self.announced, self.waiting = False, True
         return key_states, value_states
 
     def attend(
@@ -122,8 +120,8 @@ class RecurrentLayer(CacheLayerMixin):
         """Attention of new queries to the past and to themselves. `key_mask` is of all tokens so far, or None."""
         if not self.waiting:
             raise NotImplementedError(
-                "This architecture calls attention more than once a layer (or shares keys between layers), which "
-                "would corrupt a recurrent state. Pass use_cache=False."
+                "This architecture calls attention more than once a layer or shares keys between layers, which would "
+                "corrupt a recurrent state. Pass use_cache=False."
             )
         self.waiting = False
         length = k.shape[2]
@@ -164,36 +162,31 @@ class RecurrentLayer(CacheLayerMixin):
 
     @torch.inference_mode(False)
     def _index(self, rows: Tensor) -> None:
-        if self.state is not None:
-            chosen = self.state.index_select(rows)
-            if len(rows) == self.batch_size:  # keep the addresses
-                self.state.copy_(chosen)
-            else:
-                self.state = chosen
-        if self.keys is not None:
-            self.keys = self.values = self.keys.index_select(0, rows.to(self.keys.device))
+        if self.state is None or self.keys is None:
+            return
+        chosen = self.state.index_select(rows)
+        if len(rows) == self.batch_size:  # keep the addresses
+            self.state.copy_(chosen)
+        else:
+            self.state = chosen
+        self.keys = self.values = self.keys.index_select(0, rows.to(self.keys.device))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._index(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self._index(indices)
+        self._index(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self._index(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self._index(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     @torch.inference_mode(False)
     def offload(self) -> None:
-        if self.state is not None:
-            self.state = self.state.to("cpu")
+        self.state = self.state and self.state.to("cpu")
 
     @torch.inference_mode(False)
     def prefetch(self) -> None:
-        if self.state is not None:
-            self.state = self.state.to(self.device)
+        self.state = self.state and self.state.to(self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RecurrentLayer":
         twin = memo[id(self)] = object.__new__(type(self))
@@ -234,6 +227,7 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     cache: Any = None
     for value in (*args, *kwargs.values()):
         cache = value if isinstance(value, Cache) else cache
+    mechanism: Any = getattr(module, "rf", None)
     layer_idx = getattr(module, "layer_idx", None)
     if cache is None or layer_idx is None or module.config._attn_implementation != NAME:  # type: ignore[union-attr]
         return None
@@ -242,13 +236,12 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[layer_idx]
-    if getattr(module, "rf", None) is not None and not isinstance(layer, RecurrentLayer):
+    if mechanism is not None and not isinstance(layer, RecurrentLayer):
         if module.training and type(layer) is DynamicLayer:
             return None  # models that cache by default while training: nothing will be read from it
         if isinstance(layer, DynamicLayer) and hasattr(layer, "update_recurrent_state"):
             return None  # a layer that is state space and attention at once keeps its keys, all of which are then read
         layer = cache.layers[layer_idx] = RecurrentLayer(layer)
-    mechanism: Any = getattr(module, "rf", None)
     if mechanism is not None:  # a state made by another one means nothing to it
         versions = []
         for part in mechanism.modules():

@@ -9,7 +9,6 @@ checkpoint by the name of its attention implementation.
 """
 
 import copy
-import functools
 import shutil
 import warnings
 from contextvars import ContextVar
@@ -22,58 +21,36 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..features import FeatureMap
 from ..mechanisms import Mechanism
-from .configs import remember_model
 from .discovery import find_attention
 from .names import CODE, NAME, SPEC
-from .patching import apply_patch
+from .patching import apply_patch, remember_model
 from .spec import DAMAGED, SOFTMAX_NAMES, PatchSpec
+from .wrapping import wraps_method
 
 _LOADER = f"{CODE.removesuffix('.py')}.PatchedConfig"
 _LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # a patched checkpoint, by from_pretrained
 
 
-def install() -> None:
-    """Wrap the methods, once."""
-    if not hasattr(PreTrainedModel.post_init, "rfattn_original"):
-        PreTrainedModel.post_init = _with_restored_mechanisms(PreTrainedModel.post_init)  # type: ignore[method-assign]
-        original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
-        PreTrainedModel.from_pretrained = classmethod(_with_checked_tensors(original))  # type: ignore[method-assign, assignment]
-        PreTrainedConfig.save_pretrained = _with_code(PreTrainedConfig.save_pretrained)  # type: ignore[method-assign]
-        PreTrainedModel._initialize_weights = _with_mechanisms(PreTrainedModel._initialize_weights)  # type: ignore[method-assign]
-
-
-def _with_restored_mechanisms(original: Any) -> Any:
-    @functools.wraps(original)
-    def post_init(self: PreTrainedModel) -> None:
-        original(self)
-        remember_model(self)
-        restore(self)
-
-    post_init.rfattn_original = original  # type: ignore[attr-defined]
-    return post_init
-
-
-def _with_mechanisms(original: Any) -> Any:
+@wraps_method(PreTrainedModel, "_initialize_weights")
+def _fill_mechanisms(original: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """transformers calls it for every module after `to_empty`, and when it loads a checkpoint, which has it all."""
-
-    @functools.wraps(original)
-    def _initialize_weights(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        done = getattr(module, "_is_hf_initialized", False) or _LOADING.get()
-        ours = isinstance(module, (Mechanism, FeatureMap))
-        if ours and not done and [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if not hasattr(module, "reset_parameters"):
-                raise NotImplementedError(
-                    f"{type(module).__name__} has parameters or buffers of its own, so it must define "
-                    "reset_parameters(), which fills them with their initial values."
-                )
-            module.reset_parameters()  # type: ignore[operator]
-        original(self, module, *args, **kwargs)
-
-    return _initialize_weights
+    done = getattr(module, "_is_hf_initialized", False) or _LOADING.get()
+    ours = isinstance(module, (Mechanism, FeatureMap))
+    if ours and not done and [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        if not hasattr(module, "reset_parameters"):
+            raise NotImplementedError(
+                f"{type(module).__name__} has parameters or buffers of its own, so it must define "
+                "reset_parameters(), which fills them with their initial values."
+            )
+        module.reset_parameters()  # type: ignore[operator]
+    original(self, module, *args, **kwargs)
 
 
-def restore(model: PreTrainedModel) -> None:
+@wraps_method(PreTrainedModel, "post_init")
+def _restore(original: Any, model: PreTrainedModel) -> None:
     """Patch a model as its config says, if it says so. Raises ValueError for a document that makes no sense."""
+    original(model)
+    remember_model(model)
     spec = getattr(model.config, SPEC, None)
     if spec is None:
         return
@@ -93,15 +70,12 @@ def restore(model: PreTrainedModel) -> None:
     model.config.attn_implementation = NAME  # the key may have been lost on its way
 
 
-def _with_code(original: Any) -> Any:
-    @functools.wraps(original)
-    def save_pretrained(self: PreTrainedConfig, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        config = _portable(self)
-        original(config, save_directory, *args, **kwargs)
-        if (getattr(config, "auto_map", None) or {}).get("AutoConfig") == _LOADER:
-            shutil.copyfile(Path(__file__).with_name(CODE), Path(save_directory, CODE))
-
-    return save_pretrained
+@wraps_method(PreTrainedConfig, "save_pretrained")
+def _save_config(original: Any, self: PreTrainedConfig, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    config = _portable(self)
+    original(config, save_directory, *args, **kwargs)
+    if (getattr(config, "auto_map", None) or {}).get("AutoConfig") == _LOADER:
+        shutil.copyfile(Path(__file__).with_name(CODE), Path(save_directory, CODE))
 
 
 def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -129,41 +103,33 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _with_checked_tensors(original: Any) -> Any:
-    @functools.wraps(original)
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        if not _is_patched(cls, pretrained_model_name_or_path, kwargs):
-            return original(cls, pretrained_model_name_or_path, *args, **kwargs)
-        wants_info = kwargs.pop("output_loading_info", False)
-        # Auto classes put what the caller asked for into the config; a key that was lost leaves None there.
-        explicit = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
-        ignore = kwargs.pop("ignore_mismatched_sizes", False)
-        kwargs |= {
-            "use_safetensors": True,
-            "ignore_mismatched_sizes": True,
-            "output_loading_info": True,
-        }  # never pickle
-        token = _LOADING.set(True)
-        try:
-            model, info = original(cls, pretrained_model_name_or_path, *args, **kwargs)
-        finally:
-            _LOADING.reset(token)
-        _check_loaded(pretrained_model_name_or_path, info, ignore)
-        _check_layers(model)
-        if explicit is None:
-            _activate(model)
-        elif explicit != NAME:
-            warnings.warn(
-                f"{pretrained_model_name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it "
-                f"softmax again. Leave it out, or call model.set_attn_implementation({NAME!r}).",
-                stacklevel=2,
-            )
-        return (model, info) if wants_info else model
-
-    return from_pretrained
+@wraps_method(PreTrainedModel, "from_pretrained")
+def _load_checked(original: Any, cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    path = pretrained_model_name_or_path
+    if not _is_patched(path, kwargs):
+        return original(cls, path, *args, **kwargs)
+    wants_info = kwargs.pop("output_loading_info", False)
+    # Auto classes put what the caller asked for into the config; a key that was lost leaves None there.
+    explicit = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
+    ignore = kwargs.pop("ignore_mismatched_sizes", False)
+    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}  # never pickle
+    token = _LOADING.set(True)
+    try:
+        model, info = original(cls, path, *args, **kwargs)
+    finally:
+        _LOADING.reset(token)
+    _check_loaded(path, info, ignore)
+    _finish_loading(model, activate=explicit is None)
+    if explicit not in (None, NAME):
+        warnings.warn(
+            f"{path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax again. Leave it out, "
+            f"or call model.set_attn_implementation({NAME!r}).",
+            stacklevel=3,
+        )
+    return (model, info) if wants_info else model
 
 
-def _is_patched(cls: type[PreTrainedModel], path: Any, kwargs: dict[str, Any]) -> bool:
+def _is_patched(path: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the config that is about to be used says so; errors are left to transformers."""
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
@@ -203,17 +169,15 @@ def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
         )
 
 
-def _check_layers(model: PreTrainedModel) -> None:
+def _finish_loading(model: PreTrainedModel, activate: bool) -> None:
+    """Check that the layers of the config are there, and use the mechanisms even if the key `attn_implementation` was
+    lost from the config on its way.
+    """
+    here = {site.index for site in find_attention(model)}
     for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():
         if getattr(config, SPEC, None) is not None:
-            named = PatchSpec.from_dict(getattr(config, SPEC)).by_layer
-            beyond = sorted(set(named) - {site.index for site in find_attention(model)})
+            beyond = sorted(set(PatchSpec.from_dict(getattr(config, SPEC)).by_layer) - here)
             if beyond:
                 raise ValueError(f"config.{SPEC} patches layer {beyond[0]}, which this model does not have. {DAMAGED}")
-
-
-def _activate(model: PreTrainedModel) -> None:
-    """Use the mechanisms even if the key `attn_implementation` was lost from the config on its way."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and getattr(module.config, SPEC, None) is not None:
-            module.config._attn_implementation = {"": NAME}
+            if activate:
+                config._attn_implementation = {"": NAME}

@@ -4,6 +4,7 @@ These are counts, not measurements: they say from which length on a mechanism ha
 is faster.
 """
 
+import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -83,16 +84,8 @@ def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:
         costs = [attention_cost(mechanism, length, causal=causal) for mechanism, causal in modules]
         return sum(c.multiply_adds for c in costs) < sum(c.softmax_multiply_adds for c in costs)
 
-    above = 1
-    while not lower(above):
-        above *= 2
-        if above > _LONGEST:
-            return None
-    below = above // 2  # not lower here, or 0
-    while above - below > 1:
-        middle = (above + below) // 2
-        above, below = (middle, below) if lower(middle) else (above, middle)
-    return above
+    first = 1 + bisect.bisect_left(range(1, _LONGEST), True, key=lower)
+    return None if first == _LONGEST else first
 
 
 def is_causal(site: AttentionSite) -> bool:

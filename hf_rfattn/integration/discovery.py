@@ -3,10 +3,10 @@
 import ast
 import functools
 import inspect
-import itertools
 import os
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,12 +69,12 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
             "(deberta, bloom, gptj, falcon and some others compute it by themselves)."
         )
     reasons = _model_refusals(model, owners)
+    counts: Counter[int] = Counter()  # by config: a tower is restored alone, without those beside it
     sites = []
-    counts: dict[int, itertools.count] = {}  # of each config: a tower is restored alone, without those beside it
     for name, module in found:
         owner = _owner(name, owners)
-        ordinal = next(counts.setdefault(id(owner.config), itertools.count()))
-        sites.append(_site(name, module, owner, ordinal, reasons.get(id(owner.config))))
+        sites.append(_site(name, module, owner, counts[id(owner.config)], reasons.get(id(owner.config))))
+        counts[id(owner.config)] += 1
     return sites
 
 
@@ -82,8 +82,7 @@ def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     """All transformers models in a model, by name, outer ones first; ValueError for what is none and holds none."""
     if isinstance(model, str | os.PathLike):
         raise ValueError(
-            f"{str(model)!r} is a name, not a model. Load it first, with the class of your task: model = "
-            f"AutoModel.from_pretrained({str(model)!r})."
+            f"{str(model)!r} is a name, not a model. Load it first: AutoModel.from_pretrained({str(model)!r})."
         )
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     owners = {name: m for name, m in modules if isinstance(m, PreTrainedModel)}
@@ -116,18 +115,19 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
     for name, module in model.named_modules():
         cls, source = type(module), _source(type(module))
         owner = _owner(name, owners)
+        config = owner.config
         if module is owner and _MAKES_MASK.search(source):
-            reasons[id(owner.config)] = f"its model makes an attention mask of pairs of its own ({cls.__name__})"
+            reason = f"its model makes an attention mask of pairs of its own ({cls.__name__})"
         elif module is owner and _overlays_mask(owner.config.get_text_config(), source):
-            reasons[id(owner.config.get_text_config())] = (
-                f"its model lets some tokens see those after them, by a mask of pairs ({cls.__name__})"
-            )
+            config = owner.config.get_text_config()
+            reason = f"its model lets some tokens see those after them, by a mask of pairs ({cls.__name__})"
         elif module is not owner and not uses_interface(cls) and _READS_MASK.search(source):
-            reasons[id(owner.config)] = (
-                f"another module of its model reads the attention mask by itself ({cls.__name__})"
-            )
+            reason = f"another module of its model reads the attention mask by itself ({cls.__name__})"
         elif cls.__name__.endswith("RelativePositionBias"):  # beit, where a config asks for it
-            reasons[id(owner.config)] = "it adds a relative position bias to its scores"
+            reason = "it adds a relative position bias to its scores"
+        else:
+            continue
+        reasons[id(config)] = reason
     return reasons
 
 
@@ -150,24 +150,11 @@ def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, re
     refusal = _refusal(module) or refusal
     if refusal is None and not (heads and kv_heads and head_dim):
         refusal = "its numbers of heads and head size could not be found"
-    return AttentionSite(
-        name=name,
-        module=module,
-        owner=owner,
-        index=numbers[-1] if numbers else 0,
-        ordinal=ordinal,
-        cross=_is_cross(parts, module),
-        num_heads=heads or 0,
-        num_kv_heads=kv_heads or 0,
-        head_dim=head_dim or 0,
-        refusal=refusal,
-    )
-
-
-def _is_cross(parts: list[str], module: nn.Module) -> bool:
-    """Whether the keys of a module are not those of its queries' positions (segformer shortens its keys)."""
+    # Keys are not those of the queries' positions, by name or because they are fewer (segformer).
     named = any(_CROSS.search(part) for part in parts[-2:]) or _CROSS_CLASS.search(type(module).__name__)
-    return bool(named) or getattr(module, "sequence_reduction_ratio", 1) > 1
+    cross = bool(named) or getattr(module, "sequence_reduction_ratio", 1) > 1
+    index = numbers[-1] if numbers else 0
+    return AttentionSite(name, module, owner, index, ordinal, cross, heads or 0, kv_heads or 0, head_dim or 0, refusal)
 
 
 def uses_interface(cls: type) -> bool:

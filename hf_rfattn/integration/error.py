@@ -5,7 +5,7 @@ judged on the q, k, v of the original model and not on the errors of the layers 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..extras import naming_the_extra
 from ..features import PositiveFeatures
-from ..mechanisms import Mechanism, build_mechanism
+from ..mechanisms import Mechanism
 from ..ops import softmax_attention
 from .discovery import find_attention, outermost_models
 from .inputs import Data, as_batches
@@ -47,14 +47,11 @@ class AttentionError:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [
-            (layer, kind, *(f"{number:.3f}" for number in (overall, min(heads), max(heads), average)))
-            for layer, kind, overall, heads, average in zip(
-                self.layers, self.mechanisms, self.overall, self.heads, self.average, strict=True
-            )
-        ]
-        columns = {"layer": "<", "attention": "<", "error": ">", "best head": ">", "worst head": ">", "average": ">"}
-        return f"{text_table(columns, rows)}\n{EXPLANATION}"
+        columns = zip(self.overall, map(min, self.heads), map(max, self.heads), self.average, strict=True)
+        numbers = ([f"{number:.3f}" for number in row] for row in columns)
+        rows = [(*names, *row) for *names, row in zip(self.layers, self.mechanisms, numbers, strict=True)]
+        sides = {"layer": "<", "attention": "<", "error": ">", "best head": ">", "worst head": ">", "average": ">"}
+        return f"{text_table(sides, rows)}\n{EXPLANATION}"
 
     def plot(self, path: str | Path | None = None):
         """Errors by layer beside "average"; saved to `path` if given. Returns the matplotlib figure."""
@@ -63,10 +60,8 @@ class AttentionError:
 
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for i, heads in enumerate(self.heads):
-            axes.scatter(
-                [i] * len(heads), heads, s=14, color="tab:blue", alpha=0.4, label="each head" if i == 0 else None
-            )
+        heads = [(layer, error) for layer, errors in enumerate(self.heads) for error in errors]
+        axes.scatter([x for x, _ in heads], [y for _, y in heads], s=14, color="tab:blue", alpha=0.4, label="each head")
         axes.plot(self.overall, marker="o", color="tab:blue", label="layer")
         axes.plot(self.average, marker="x", linestyle="--", color="tab:gray", label="average (no attention)")
         axes.set(xlabel="layer", ylabel="relative error of the attention output", ylim=(0, None))
@@ -86,7 +81,7 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: 
     """
 
     def begin(mechanism: Mechanism, args: tuple) -> None:
-        torch.set_grad_enabled(gradients)
+        torch.set_grad_enabled(True)
 
     def hook(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if gradients:
@@ -123,7 +118,11 @@ def run_with_softmax(
     try:
         with torch.no_grad(), softmax_in_place(model, observe, gradients):
             for body in _bodies(model, inputs):
-                body(**_inputs_of(body, model, inputs))
+                known = inspect.signature(body.forward).parameters
+                given = {k: v for k, v in inputs.items() if body is model or k in known}  # no labels without a head
+                if "use_cache" in known:  # a decoder would go through its state, not through the call that is observed
+                    given["use_cache"] = False
+                body(**given)
     finally:
         for module, mode in training.items():
             module.training = mode
@@ -140,18 +139,6 @@ def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
     except TypeError:
         return [_without_head(root) for root in outermost_models(model) if outer_mechanisms(root)]
     return [model]
-
-
-def _inputs_of(body: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a batch for the whole model, what a part of it takes: no labels, and nothing that only a wrapper knows."""
-    known = set(inspect.signature(body.forward).parameters)
-    given = dict(inputs)
-    if body is not model:
-        others = set(inspect.signature(model.forward).parameters) if isinstance(model, PreTrainedModel) else set(given)
-        given = {name: value for name, value in given.items() if name in known or name not in others}
-    if "use_cache" in known:  # with a cache a decoder goes through its state, not through the call that is observed
-        given["use_cache"] = False
-    return given
 
 
 def _without_head(model: PreTrainedModel) -> nn.Module:
@@ -196,6 +183,25 @@ def mechanism_sites(model: nn.Module) -> dict[Mechanism, str]:
     return found
 
 
+def sum_errors(
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], outputs: Callable[..., Iterable[Tensor]]
+) -> dict[str, Tensor]:
+    """Energies `[n + 1, H]`, by attention module, over all batches: of the errors of the n outputs that
+    `outputs(name, qkv, masks, output)` gives for each, and of the softmax output.
+    """
+    names = mechanism_sites(model)
+    sums: dict[str, Tensor] = {}
+
+    def observe(mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
+        name, valid = names[mechanism], valid_queries(exact, masks)
+        errors = [energy(x - exact, valid) for x in outputs(name, args, masks, output)]
+        sums[name] = sums.get(name, 0) + torch.stack([*errors, energy(exact, valid)])
+
+    for batch in batches:
+        run_with_softmax(model, batch, observe)
+    return sums
+
+
 def attention_error(
     model: nn.Module,
     batch: Data,
@@ -212,37 +218,28 @@ def attention_error(
     Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does
     worse than no attention.
     """
-    names = mechanism_sites(model)
-    sums: dict[str, Tensor] = {}
-    kinds: dict[str, str] = {}
 
-    def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
-        average = build_mechanism(
-            "average",
-            num_heads=mechanism.num_heads,
-            num_kv_heads=mechanism.num_kv_heads,
-            head_dim=mechanism.head_dim,
-        )(*args, **kwargs)
-        valid = valid_queries(exact, kwargs)
-        name = names[mechanism]
-        kinds[name] = mechanism.config.name
-        parts = torch.stack([energy(x, valid) for x in (output - exact, average - exact, exact)])
-        sums[name] = sums.get(name, 0) + parts
+    def outputs(name: str, args: tuple, masks: dict[str, Any], output: Tensor) -> Iterator[Tensor]:
+        query, key, value = args
+        yield output
+        yield softmax_attention(torch.zeros_like(query), key, value, **masks)  # the average of all visible values
 
-    for one in as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length):
-        run_with_softmax(model, one, observe)
+    kinds = {name: mechanism.config.name for mechanism, name in mechanism_sites(model).items()}
+    sums = sum_errors(model, as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length), outputs)
     if not sums:
         raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")
-    layers = list(sums)
-    totals = list(sums.values())
-
     return AttentionError(
-        layers=layers,
-        mechanisms=[kinds[name] for name in layers],
-        heads=[relative_error(t[0], t[2]).tolist() for t in totals],
-        overall=[float(relative_error(t[0].sum(), t[2].sum())) for t in totals],
-        average=[float(relative_error(t[1].sum(), t[2].sum())) for t in totals],
+        layers=list(sums),
+        mechanisms=[kinds[name] for name in sums],
+        heads=[relative_error(own, exact).tolist() for own, _, exact in sums.values()],
+        overall=[float(relative_error(own.sum(), exact.sum())) for own, _, exact in sums.values()],
+        average=[float(relative_error(average.sum(), exact.sum())) for _, average, exact in sums.values()],
     )
+
+
+def optimal_maps(module: nn.Module) -> list[PositiveFeatures]:
+    """The feature maps that `calibrate` is for."""
+    return [m for m in module.modules() if isinstance(m, PositiveFeatures) and m.optimal]
 
 
 def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
@@ -251,17 +248,14 @@ def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
     It is stored with the weights, so a calibrated model stays calibrated when saved. Features are unbiased before and
     after.
     """
-    maps = [m for m in model.modules() if isinstance(m, PositiveFeatures) and m.optimal]
-    if not maps:
+    if not optimal_maps(model):
         raise ValueError("Nothing to calibrate: no layer was patched with variance='optimal'.")
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         query, key, _ = args
-        scale = kwargs.get("scale")
-        for feature_map in mechanism.modules():
-            if isinstance(feature_map, PositiveFeatures) and feature_map.optimal:
-                root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-                feature_map.calibrate(query.float() * root, key.float() * root, kwargs.get("key_mask"))
+        root = (kwargs.get("scale") or query.shape[-1] ** -0.5) ** 0.5
+        for feature_map in optimal_maps(mechanism):
+            feature_map.calibrate(query.float() * root, key.float() * root, kwargs.get("key_mask"))
 
     run_with_softmax(model, batch, observe)
     return model

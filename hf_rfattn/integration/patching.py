@@ -1,26 +1,28 @@
 """`patch_model` and `unpatch_model`: put mechanisms beside a model's attention weights, and take them away again."""
 
+import copy
 import itertools
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..mechanisms import Mechanism, MechanismConfig, build_mechanism, resolve_config
 from ..mechanisms.base import random_maps
 from ..mechanisms.registry import mechanism_class
 from .attention import CallCheck
 from .cache import Stateful, hand_on_cache
-from .configs import own_configs
-from .discovery import AttentionSite, find_attention, uses_interface
+from .discovery import AttentionSite, find_attention, outermost_models, uses_interface
 from .names import NAME, SPEC
 from .redraw import RedrawSchedule
 from .spec import PatchSpec, format_layers, parse_layers
 
 SOFTMAX = "softmax"  # what layers have that are left as they are
+UNTRAINED = "Without training"  # how the warning begins: code that trains afterwards filters it by this
 _PATCHES = itertools.count()
 
 M = TypeVar("M", bound=nn.Module)
@@ -45,7 +47,8 @@ def patch_model(
     `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws.
 
     Further keywords are options of the mechanism. Patching again replaces what was there. Any error leaves the model as
-    it was.
+    it was. Pretrained weights and a mechanism that must be trained first give a warning, unless the model is in
+    training mode.
 
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -54,10 +57,21 @@ def patch_model(
     16
     """
     sites = find_attention(model)
-    _check_ready(sites)
+    if any(getattr(site.module.config, "output_attentions", False) for site in sites):
+        raise ValueError(
+            "config.output_attentions is True, but patched layers have no matrix of weights to return; set it to False."
+        )
     explicit = layers is not None or isinstance(attention, Mapping)
     spec = PatchSpec(_by_layer(sites, attention, layers, options), cross_attention, seed)
     apply_patch(model, sites, spec, explicit=explicit)
+    if not model.training and any(m.config.name_or_path for m in outermost_models(model)):  # by from_pretrained
+        untrained = {config.name for config in spec.by_layer.values() if mechanism_class(config).needs_training}
+        if untrained:
+            warnings.warn(
+                f"{UNTRAINED}, {' and '.join(sorted(untrained))} attention in a pretrained model is no better than "
+                "averaging all values: teach it with hf_rfattn.convert, fine-tune the model, or use 'multipole'.",
+                stacklevel=2,
+            )
     return model
 
 
@@ -85,27 +99,24 @@ def apply_patch(
                 site.module.rf = None  # type: ignore[assignment]  # softmax, and known to be meant so
             if not site.cross:
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
-    for owner in _owners(model, patched):
-        check = CallCheck(positions=any(site.owner is owner for site in patched))
-        owner.register_forward_pre_hook(check, with_kwargs=True)
-        if owner.can_generate() and not owner._is_stateful:
-            owner._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
-    for owner in {id(site.owner): site.owner for site in patched}.values():
-        if any(m.redraw_interval is not None for m in random_maps(owner)):
-            owner.register_forward_pre_hook(RedrawSchedule())
+    modules = {id(site.module) for site in patched}
+    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    for holder in holders:
+        if modules.isdisjoint(map(id, holder.modules())):
+            continue
+        innermost = any(site.owner is holder for site in patched)
+        holder.register_forward_pre_hook(CallCheck(positions=innermost), with_kwargs=True)
+        if holder.can_generate() and not holder._is_stateful:
+            holder._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
+        if innermost and any(m.redraw_interval is not None for m in random_maps(holder)):
+            holder.register_forward_pre_hook(RedrawSchedule())
     if record:
-        _record(model, patched, spec)
-
-
-def _record(model: nn.Module, patched: list[AttentionSite], spec: PatchSpec) -> None:
-    """Write what was patched into the configs of a model, of which it then has its own."""
-    own_configs(model)
-    softmax = {id(c): _softmax_name(c) for c in _configs(patched)}
-    _forget(model)
-    for config in _configs(patched):
-        setattr(config, SPEC, {**spec.to_dict(), "softmax": softmax[id(config)]})
-        config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
-        config.attn_implementation = NAME
+        own_configs(model)
+        _forget(model)
+        for config in _configs(patched):
+            setattr(config, SPEC, {**spec.to_dict(), "softmax": config._attn_implementation or "sdpa"})
+            config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
+            config.attn_implementation = NAME
 
 
 def unpatch_model(model: M) -> M:
@@ -142,18 +153,6 @@ def _forget(model: nn.Module) -> None:
 
 def _all_configs(model: nn.Module) -> list[Any]:
     return [module.config for module in model.modules() if hasattr(module, "config")]
-
-
-def _check_ready(sites: list[AttentionSite]) -> None:
-    for site in sites:
-        if getattr(site.module.config, "output_attentions", False):
-            raise ValueError(
-                "config.output_attentions is True, but linear attention has no matrix of weights to return; set it "
-                "to False first."
-            )
-        existing = getattr(site.module, "rf", None)
-        if existing is not None and getattr(site.module.config, SPEC, None) is None:
-            raise ValueError(f"{site.name} has an attribute 'rf' that hf_rfattn did not put there.")
 
 
 def _check_not_sharded(model: nn.Module) -> None:
@@ -254,17 +253,24 @@ def _configs(sites: Iterable[AttentionSite]) -> list[Any]:
     return list({id(c): c for c in configs}.values())
 
 
-def _owners(model: nn.Module, patched: list[AttentionSite]) -> list[PreTrainedModel]:
-    """Every transformers model, nested or not, that holds a patched module."""
-    modules = {id(site.module) for site in patched}
-    return [
-        m
-        for m in model.modules()
-        if isinstance(m, PreTrainedModel) and any(id(child) in modules for child in m.modules())
-    ]
+_MODELS: weakref.WeakValueDictionary[int, PreTrainedModel] = weakref.WeakValueDictionary()
 
 
-def _softmax_name(config: Any) -> str:
-    """The implementation that `unpatch_model` restores."""
-    spec = getattr(config, SPEC, None)
-    return spec["softmax"] if spec is not None else config._attn_implementation or "sdpa"
+def remember_model(model: PreTrainedModel) -> None:
+    """For `own_configs` to find the models that another one is a part of."""
+    _MODELS[id(model)] = model
+
+
+def own_configs(model: nn.Module) -> None:
+    """Replace the configs of a model, and of the models it is a part of, with copies.
+
+    Models made from one config object share it, and what is written there for one of them is read by all. The parts of
+    a model share a config too, and go on sharing the copy.
+    """
+    known = [reference() for reference in _MODELS.valuerefs()]
+    wholes = [m for m in known if m is not None and any(part is model for part in m.modules())]
+    copies: dict[int, Any] = {}
+    for module in {id(m): m for whole in (*wholes, model) for m in whole.modules()}.values():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))

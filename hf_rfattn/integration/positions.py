@@ -18,7 +18,7 @@ from .discovery import outermost_models
 from .inputs import Data, as_batches, texts_in
 
 M = TypeVar("M", bound=nn.Module)
-Method = Literal["interpolate", "tile"]
+Method = Literal["tile", "interpolate"]
 
 LIMIT = "max_position_embeddings"  # configs that call it otherwise (n_positions) map this name to theirs
 CUT = "max_seq_length"  # where a SentenceTransformer truncates texts
@@ -31,13 +31,13 @@ _BUFFERS: dict[str, Callable[[torch.Size], Tensor]] = {
 }
 
 
-def extend_positions(model: M, max_length: int | Data, method: Method = "interpolate", *, tokenizer: Any = None) -> M:
+def extend_positions(model: M, max_length: int | Data, method: Method = "tile", *, tokenizer: Any = None) -> M:
     """Let a model with learned absolute positions take inputs of `max_length` tokens, in place, and return it.
 
     `max_length`: a number, or the inputs themselves, of which the longest counts: texts, one or several, with their
     `tokenizer`, or what a tokenizer returned, once or several times. If they fit already, nothing changes.
-    `method`: "interpolate" stretches the learned table linearly over the new length, so that its first and last
-    positions stay what they were; "tile" repeats it, so that inputs of the old length give what they gave. Train the
+    `method`: "tile" repeats the learned table, so that inputs of the old length give what they gave; "interpolate"
+    stretches it linearly over the new length, so that its first and last positions stay what they were. Train the
     model after either. `tokenizer`: its limit is set too. A SentenceTransformer truncates texts at the new length.
 
     Configs are changed with the model, so that it is saved and loaded as it is, patched or not. Make optimizers
@@ -48,7 +48,7 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "interpo
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64))
-    >>> extend_positions(model, 256, method="tile").config.n_positions
+    >>> extend_positions(model, 256).config.n_positions
     256
     """
     if isinstance(max_length, Iterable):
@@ -63,9 +63,15 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "interpo
         raise ValueError(f"tokenizer must have a model_max_length, as those of transformers; {tokenizer!r} has none.")
     growths = _find_growths(model)
     if not any(growth.tables for growth in growths):
-        raise ValueError(_why_none(model, growths, max_length))
+        _refuse(model, max_length)
     for growth in growths:
         _check(growth, max_length)
+    if not growths:
+        raise ValueError(
+            f"{type(outermost_models(model)[0]).__name__} has no learned absolute positions of tokens that "
+            f"config.{LIMIT} limits; there is nothing to extend. Relative positions (t5, bloom) and convolutions take "
+            "longer inputs as they are; those of images follow from the size of the image."
+        )
     weights: dict[Tensor, nn.Parameter] = {}  # tables that share their weight go on sharing it
     for growth in growths:
         _grow(growth, max_length, method, weights)
@@ -195,7 +201,10 @@ def _check(growth: _Growth, max_length: int) -> None:
     """Raise for all that cannot be done."""
     kind, limit = type(growth.model).__name__, getattr(growth.config, LIMIT)
     if growth.others:
-        raise ValueError(_no_table(growth))
+        raise ValueError(
+            f"{kind} cannot be extended: {growth.others[0]} grows with config.{LIMIT} and is no plain table of learned "
+            "positions. If it is wrapped, as PEFT does with modules_to_save, extend the model before that."
+        )
     for name, table in growth.tables.items():
         if table.weight.is_meta:
             raise ValueError(f"{name} is on the meta device, without values to extend. Load the weights first.")
@@ -211,8 +220,7 @@ def _check(growth: _Growth, max_length: int) -> None:
             raise ValueError(f"{kind} cannot be extended: its buffer {name} is none that is known how to fill.")
     if max_length < growth.length:
         raise ValueError(
-            f"{kind} has positions for {growth.length} tokens already; max_length={max_length} would take some away. "
-            "Positions are only added: for shorter inputs truncate the text."
+            f"{kind} has positions for {growth.length} tokens already; max_length={max_length} would take some away."
         )
 
 
@@ -266,36 +274,21 @@ def _copies(growth: _Growth) -> list[PreTrainedConfig]:
     return found
 
 
-def _no_table(growth: _Growth) -> str:
-    return (
-        f"{type(growth.model).__name__} cannot be extended: {growth.others[0]} grows with config.{LIMIT} and is no "
-        "plain table of learned positions. If it is wrapped, as PEFT does with modules_to_save, extend the model "
-        "before that."
-    )
-
-
-def _why_none(model: nn.Module, growths: list[_Growth], max_length: int) -> str:
-    """What to tell of a model that has no learned positions."""
+def _refuse(model: nn.Module, max_length: int) -> None:
+    """Raise for a model with computed positions, and say what to do instead."""
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     kind, configs = type(owners[0]).__name__, [c for m in owners for c in _nested(m.config)]
-    classes = {type(m).__name__ for m in model.modules()}
-    if any("Rotary" in name for name in classes) or any(getattr(c, "rotary_dim", None) for c in configs):
+    classes = " ".join(type(m).__name__ for m in model.modules())
+    if "Rotary" in classes or any(getattr(c, "rotary_dim", None) for c in configs):
         now = next((getattr(c, LIMIT) for c in configs if hasattr(c, LIMIT)), None)
-        return (
-            f"{kind} has rotary positions, which are computed and know no table. Its config extends them: "
+        raise ValueError(
+            f"{kind} has rotary embeddings, so there is no position table to extend. Its config extends them: "
             f"from_pretrained(..., {LIMIT}={max_length}), with a scaling such as rope_parameters={{'rope_type': "
             f"'yarn', 'factor': {max_length / now if now else 4.0:g}, 'rope_theta': ..., "
             f"'original_{LIMIT}': {now}}}."
         )
-    if any("Sinusoid" in name for name in classes):
-        return (
+    if "Sinusoid" in classes:
+        raise ValueError(
             f"{kind} has sinusoids as positions, which are computed for any length and not learned. Where its "
             f"architecture has it, model.resize_position_embeddings({max_length}) of transformers makes more of them."
         )
-    if growths:
-        return _no_table(growths[0])
-    return (
-        f"{kind} has no learned absolute positions of tokens that config.{LIMIT} limits; there is nothing to extend. "
-        "Relative positions (t5, bloom) and convolutions take longer inputs as they are; those of images follow from "
-        "the size of the image."
-    )

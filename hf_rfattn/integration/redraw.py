@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..features import LearnedPositiveFeatures
 from ..mechanisms.base import random_maps
+from .wrapping import wraps_method
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -77,18 +78,10 @@ def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, 
             schedule.stepped = True
 
 
-def keep_draws_when_averaging() -> None:
-    """Let `AveragedModel(use_buffers=True)` copy random draws, which have no average, from the model."""
-    original = AveragedModel.update_parameters
-    if hasattr(original, "rfattn_original"):
-        return
-
-    @functools.wraps(original)
-    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        original(self, model)
-        for mine, theirs in zip(random_maps(self.module), random_maps(model), strict=False):
-            for name, value in theirs.named_buffers(recurse=False):
-                mine.get_buffer(name).copy_(value)
-
-    update_parameters.rfattn_original = original  # type: ignore[attr-defined]
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+@wraps_method(AveragedModel, "update_parameters")
+def _update_average(original: Any, self: AveragedModel, model: nn.Module) -> None:
+    """With `use_buffers=True`: random draws, which have no average, are copied from the model."""
+    original(self, model)
+    for mine, theirs in zip(random_maps(self.module), random_maps(model), strict=False):
+        for name, value in theirs.named_buffers(recurse=False):
+            mine.get_buffer(name).copy_(value)

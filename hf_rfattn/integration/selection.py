@@ -1,7 +1,7 @@
 """`choose_attention`: which mechanism each layer should get, by the errors on a user's data and by their cost."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..mechanisms import Mechanism, MechanismConfig, resolve_config
 from .cost import attention_cost, is_causal
 from .discovery import AttentionSite, find_attention
-from .error import energy, mechanism_sites, relative_error, run_with_softmax, valid_queries
+from .error import relative_error, sum_errors
 from .inputs import Data, as_batches
 from .names import SPEC
 from .patching import SOFTMAX, build_at, patch_model, unpatch_model
@@ -125,85 +125,63 @@ def choose_attention(
         raise ValueError(f"limit={limit!r} is not possible; choose one of {', '.join(get_args(Limit))}.")
     if not budget > 0:
         raise ValueError(f"budget limits the {limit} and must be above 0, not {budget!r}.")
-    sites = _sites(model, layers, cross_attention)
-    measured = _Measured(sites, configs, seed)
+    sites = find_attention(model)
+    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
+        raise ValueError("This model is patched already; call unpatch_model(model) first, then choose.")
+    wanted = {site.index for site in sites} if layers is None else set(parse_layers(layers))
+    sites = [s for s in sites if s.index in wanted and (cross_attention or not s.cross)]
+    by_name = {site.name: site for site in sites if not site.refusal}
+    built = {name: [build_at(site, config, seed) for config in configs] for name, site in by_name.items()}
+    longest = 0
+
+    def outputs(name: str, args: tuple, masks: dict[str, Any], output: Tensor) -> Iterator[Tensor]:
+        nonlocal longest
+        longest = max(longest, output.shape[2])
+        for mechanism in built[name]:
+            possible = mechanism.handles_cross_attention or not by_name[name].cross
+            yield mechanism(*args, **masks) if possible else output + torch.inf
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what cannot be patched is in the table
         patch_model(model, "average", layers=layers, cross_attention=cross_attention)
     try:
-        names = mechanism_sites(model)
-        for batch in as_batches(batches, tokenizer, batch_size=batch_size, max_length=max_length):
-            run_with_softmax(model, batch, lambda m, args, masks, exact, _: measured.add(names[m], args, masks, exact))
+        sums = sum_errors(model, as_batches(batches, tokenizer, batch_size=batch_size, max_length=max_length), outputs)
     finally:
         unpatch_model(model)
-    if not measured.longest:
+    if not sums:
         raise ValueError("batches reached no attention module; give what a tokenizer returns.")
-    length = length or measured.longest
-    found, work = measured.by_layer(length)
+    length = length or longest
+    found, work = _by_layer(sums, by_name, built, length)
     if limit == "error":
         decided = {layer: _cheapest(options, budget) for layer, options in found.items()}
     else:
         decided = _best_use(found, work, budget, length)
-    chosen: dict[int, Candidate | None] = {}
-    reasons: dict[int, str] = {}
-    for site in sorted(sites, key=lambda s: s.index):
-        if site.index in decided:
-            chosen[site.index], reasons[site.index] = decided[site.index]
-        else:
-            chosen[site.index], reasons[site.index] = None, site.refusal or "the batches did not reach it"
     cost = sum(decided[layer][0].cost * work[layer] for layer in found) / sum(work.values())
+    softmax = {s.index: (None, s.refusal or "the batches did not reach it") for s in sites}
+    by_layer = sorted({**softmax, **decided}.items())
+    chosen, reasons = {i: candidate for i, (candidate, _) in by_layer}, {i: reason for i, (_, reason) in by_layer}
     return AttentionChoice(chosen, reasons, found, length, cost)
 
 
-def _sites(model: nn.Module, layers: Any, cross_attention: bool) -> list[AttentionSite]:
-    sites = find_attention(model)
-    if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
-        raise ValueError("This model is patched already; call unpatch_model(model) first, then choose.")
-    wanted = None if layers is None else set(parse_layers(layers))
-    return [s for s in sites if (wanted is None or s.index in wanted) and (cross_attention or not s.cross)]
-
-
-class _Measured:
-    """Sums over batches of squared errors and of squared outputs, of every candidate at every attention module."""
-
-    def __init__(self, sites: Sequence[AttentionSite], configs: Sequence[MechanismConfig], seed: int):
-        self.sites = {site.name: site for site in sites}
-        self.configs, self.seed = configs, seed
-        self.mechanisms: dict[str, list[Mechanism]] = {}
-        self.sums: dict[str, Tensor] = {}
-        self.longest = 0
-
-    def add(self, name: str, args: tuple, masks: dict[str, Any], exact: Tensor) -> None:
-        site = self.sites[name]
-        if name not in self.mechanisms:
-            self.mechanisms[name] = [build_at(site, config, self.seed) for config in self.configs]
-        valid = valid_queries(exact, masks)
-        total = energy(exact, valid).sum()
-        pairs = []
-        for mechanism in self.mechanisms[name]:
-            possible = mechanism.handles_cross_attention or not site.cross
-            error = energy(mechanism(*args, **masks) - exact, valid).sum() if possible else total * torch.inf
-            pairs.append(torch.stack([error, total]))
-        self.sums[name] = self.sums.get(name, 0) + torch.stack(pairs)
-        self.longest = max(self.longest, exact.shape[2])
-
-    def by_layer(self, length: int) -> tuple[dict[int, list[Candidate]], dict[int, int]]:
-        """Candidates of each layer, all its modules together, and the multiply-adds of its softmax."""
-        found: dict[int, list[Candidate]] = {}
-        work: dict[int, int] = {}
-        for index in sorted({self.sites[name].index for name in self.sums}):
-            names = [name for name in self.sums if self.sites[name].index == index]
-            for number, config in enumerate(self.configs):
-                costs = [
-                    attention_cost(self.mechanisms[name][number], length, causal=is_causal(self.sites[name]))
-                    for name in names
-                ]
-                work[index] = sum(cost.softmax_multiply_adds for cost in costs)
-                error = max(float(relative_error(*self.sums[name][number])) for name in names)
-                if error < float("inf"):
-                    cost = sum(cost.multiply_adds for cost in costs) / work[index]
-                    found.setdefault(index, []).append(Candidate(config, error, cost))
-        return found, work
+def _by_layer(
+    sums: Mapping[str, Tensor],
+    sites: Mapping[str, AttentionSite],
+    built: Mapping[str, list[Mechanism]],
+    length: int,
+) -> tuple[dict[int, list[Candidate]], dict[int, int]]:
+    """Candidates of each layer, all its modules together, and the multiply-adds of its softmax."""
+    found: dict[int, list[Candidate]] = {}
+    work: dict[int, int] = {}
+    for index in sorted({sites[name].index for name in sums}):
+        names = [name for name in sums if sites[name].index == index]
+        for number, mechanism in enumerate(built[names[0]]):
+            costs = [attention_cost(built[name][number], length, causal=is_causal(sites[name])) for name in names]
+            work[index] = sum(cost.softmax_multiply_adds for cost in costs)
+            errors = [float(relative_error(sums[name][number].sum(), sums[name][-1].sum())) for name in names]
+            if all(error < float("inf") for error in errors):
+                cost = sum(cost.multiply_adds for cost in costs) / work[index]
+                found.setdefault(index, []).append(Candidate(mechanism.config, max(errors), cost))
+    return found, work
 
 
 def _cheapest(options: list[Candidate], budget: float) -> tuple[Candidate, str]:
@@ -235,24 +213,20 @@ def _best_use(
     def price(layer: int, option: Candidate) -> float:
         return (option.cost - chosen[layer].cost) * work[layer]
 
+    def gain(layer: int, option: Candidate) -> float:
+        return (chosen[layer].error ** 2 - option.error**2) / max(price(layer, option), 1)
+
     while True:
-        better = [
-            ((chosen[layer].error ** 2 - o.error**2) / max(price(layer, o), 1), layer, o)
-            for layer, here in options.items()
-            for o in here
-            if o.error < chosen[layer].error and price(layer, o) <= left
-        ]
+        closer = {layer: [o for o in here if o.error < chosen[layer].error] for layer, here in options.items()}
+        better = [(layer, o) for layer, here in closer.items() for o in here if price(layer, o) <= left]
         if not better:
             break
-        _, layer, option = max(better, key=lambda entry: entry[0])
+        layer, option = max(better, key=lambda pair: gain(*pair))
         left -= price(layer, option)
         chosen[layer] = option
-    reasons = {}
+    decided = {}
     for layer, option in chosen.items():
-        closer = [o for o in options[layer] if o.error < option.error]
-        reasons[layer] = (
-            f"the next closer one, {min(closer, key=lambda o: o.cost)}, exceeds the budget"
-            if closer
-            else "no candidate is closer"
-        )
-    return {layer: (option, reasons[layer]) for layer, option in chosen.items()}
+        next_one = min(closer[layer], key=lambda o: o.cost, default=None)
+        reason = f"the next closer one, {next_one}, exceeds the budget" if next_one else "no candidate is closer"
+        decided[layer] = option, reason
+    return decided

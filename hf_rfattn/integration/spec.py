@@ -35,24 +35,23 @@ class PatchSpec:
         if not isinstance(document, Mapping):
             raise ValueError(f"config.{SPEC} must be a document, not {type(document).__name__}. {DAMAGED}")
         check_nesting(document)
-        version = document.get("format")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise ValueError(f"config.{SPEC} has no format version. {DAMAGED}")
-        if version > FORMAT:
+        names = ("format", "layers", "cross_attention", "seed", "softmax")
+        values: list[Any] = [document.get(name) for name in names]
+        version, layers, cross, seed, softmax = values
+        if type(version) is int and version > FORMAT:
             raise ValueError(
                 f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
                 "Upgrade: pip install --upgrade hf-rfattn."
             )
-        layers, cross, seed = (document.get(name) for name in ("layers", "cross_attention", "seed"))
-        if not isinstance(layers, Mapping) or not layers:
-            raise ValueError(f"config.{SPEC} does not say which layers are patched. {DAMAGED}")
-        if not isinstance(cross, bool) or not isinstance(seed, int) or isinstance(seed, bool):
-            raise ValueError(f"config.{SPEC} needs cross_attention (true or false) and a whole seed. {DAMAGED}")
-        if document.get("softmax") not in SOFTMAX_NAMES:  # never code from the Hub, which transformers fetches by name
-            raise ValueError(
-                f"config.{SPEC} names {document.get('softmax')!r} as its softmax implementation; possible are "
-                f"{', '.join(SOFTMAX_NAMES)}. {DAMAGED}"
-            )
+        possible = ", ".join(SOFTMAX_NAMES)  # never code from the Hub, which transformers fetches by name
+        for wrong, problem in (
+            (type(version) is not int or version < 1, "has no format version"),
+            (not isinstance(layers, Mapping) or not layers, "does not say which layers are patched"),
+            (type(cross) is not bool or type(seed) is not int, "needs cross_attention (a boolean) and an integer seed"),
+            (softmax not in SOFTMAX_NAMES, f"has {softmax!r} as its softmax implementation; possible are {possible}"),
+        ):
+            if wrong:
+                raise ValueError(f"config.{SPEC} {problem}. {DAMAGED}")
         by_layer: dict[int, MechanismConfig] = {}
         for key, options in layers.items():
             if not isinstance(key, str) or not isinstance(options, Mapping):
@@ -71,7 +70,7 @@ def parse_layers(key: Any) -> list[int]:
     >>> parse_layers(3), parse_layers("0-2, 7"), parse_layers(range(2))
     ([3], [0, 1, 2, 7], [0, 1])
     """
-    if isinstance(key, int) and not isinstance(key, bool):
+    if type(key) is int:
         return [key]
     if isinstance(key, str):
         numbers: list[int] = []

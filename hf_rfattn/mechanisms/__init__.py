@@ -9,16 +9,3 @@ from .registry import build_mechanism, mechanism_names, parse_attention, registe
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
-
-__all__ = [
-    "LinearMechanism",
-    "Mechanism",
-    "MechanismConfig",
-    "build_mechanism",
-    "describe_options",
-    "mechanism_names",
-    "option",
-    "parse_attention",
-    "register_mechanism",
-    "resolve_config",
-]

@@ -18,6 +18,8 @@ class AverageConfig(MechanismConfig):
 
 
 class AverageAttention(LinearMechanism):
+    needs_training = False  # it stays what it is
+
     def __init__(self, config: AverageConfig, **shape: Any):
         super().__init__(config, ConstantFeatures(), **shape)
 

@@ -21,9 +21,9 @@ from .registry import register_mechanism
 class BandConfig(MechanismConfig):
     """Options of "band"."""
 
-    bandwidth: int = option(32, "A query sees the keys at this distance or less.")
+    bandwidth: int = option(64, "A query sees the keys at this distance or less.")
     global_tokens: int = option(
-        0, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+        1, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
     )
 
     def __post_init__(self) -> None:

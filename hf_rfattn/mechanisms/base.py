@@ -23,15 +23,13 @@ class Mechanism(nn.Module):
 
     handles_cross_attention: ClassVar[bool] = True
     holds_all_keys: ClassVar[bool] = False  # in its state of generation, which then grows with the tokens
+    needs_training: ClassVar[bool] = False  # in a pretrained model no better than averaging before: patch_model warns
 
     def __init__(
         self, config: MechanismConfig, *, num_heads: int, num_kv_heads: int, head_dim: int, seed: tuple[int, ...]
     ):
         super().__init__()
-        self.config = config
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.config, self.num_heads, self.num_kv_heads, self.head_dim = config, num_heads, num_kv_heads, head_dim
 
     def attend(
         self,
@@ -165,16 +163,13 @@ def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, scale, segmen
         if x.ndim != 4 or x.shape[1] != heads or (name != "v" and x.shape[3] != mechanism.head_dim):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; this {mechanism.config.name!r} mechanism was built for "
-                f"[B, {heads}, L, {mechanism.head_dim}] (num_heads={mechanism.num_heads}, "
-                f"num_kv_heads={mechanism.num_kv_heads}, head_dim={mechanism.head_dim})."
+                f"[B, {heads}, L, {mechanism.head_dim}]."
             )
     q_length, k_length = q.shape[2], k.shape[2]
     if v.shape[2] != k_length:
         raise ValueError(f"There are {k_length} keys but {v.shape[2]} values.")
     if key_mask is not None and tuple(key_mask.shape) != (q.shape[0], k_length):
-        raise ValueError(
-            f"key_mask has shape {tuple(key_mask.shape)}; it must be [B, Lk] = [{q.shape[0]}, {k_length}]."
-        )
+        raise ValueError(f"key_mask {tuple(key_mask.shape)} must have shape [B, Lk] = [{q.shape[0]}, {k_length}].")
     if segments is not None and (q_length != k_length or tuple(segments.shape) != (q.shape[0], k_length)):
         raise ValueError(f"segments {tuple(segments.shape)} need as many queries as keys, shape [B, L].")
     if causal and q_length > k_length:
@@ -188,6 +183,8 @@ def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, scale, segmen
 
 class LinearMechanism(Mechanism):
     """Linear attention with a feature map; subclasses only build the map."""
+
+    needs_training = True
 
     def __init__(self, config: MechanismConfig, feature_map: FeatureMap, **shape: Any):
         super().__init__(config, **shape)

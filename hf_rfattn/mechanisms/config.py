@@ -19,7 +19,7 @@ MOST_ITEMS = 32  # of a tuple
 class MechanismConfig:
     """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once.
 
-    Each field is an `option(default, help)`. `str(config)` gives the options that differ from their defaults.
+    Each field is an `option(default, help)`.
     """
 
     name: ClassVar[str]
@@ -36,10 +36,7 @@ class MechanismConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON document that `resolve_config` turns back into this config."""
-        document: dict[str, Any] = {"mechanism": self.name}
-        for field in dataclasses.fields(self):
-            document[field.name] = _plain(getattr(self, field.name))
-        return document
+        return {"mechanism": self.name} | {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def replace(self, **options: Any) -> "MechanismConfig":
         """A copy with some options changed; unknown ones raise."""
@@ -110,15 +107,10 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
     elif origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return
-        problems = []
-        for option in args:
-            if option is type(None):
-                continue
-            try:
-                return _check_value(name, value, option)
-            except ValueError as error:
-                problems.append(str(error))
-        raise ValueError(problems[0])
+        kinds = [kind for kind in args if kind is not type(None)]
+        classes = [kind for kind in kinds[1:] if isinstance(kind, type)]
+        if not isinstance(value, tuple(classes)):
+            _check_value(name, value, kinds[0])
     elif origin is tuple:
         if not isinstance(value, tuple):
             raise ValueError(f"{name} must be a tuple, not {value!r}.")

@@ -45,15 +45,7 @@ class FavorConfig(MechanismConfig):
 
 
 class FavorAttention(LinearMechanism):
-    def __init__(
-        self,
-        config: FavorConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        seed: tuple[int, ...],
-    ):
+    def __init__(self, config: FavorConfig, *, num_kv_heads: int, head_dim: int, seed: tuple[int, ...], **shape: Any):
         count = default_features(config.num_features, head_dim, config.antithetic, "antithetic features come in pairs")
         draw: dict[str, Any] = {
             "projection": config.projection,
@@ -63,20 +55,13 @@ class FavorAttention(LinearMechanism):
         sizes, interval = (num_kv_heads, count, head_dim, seed), config.redraw_interval
         feature_map: FeatureMap
         if config.trainable:
-            feature_map = LearnedPositiveFeatures(num_heads, *sizes, **draw)
+            feature_map = LearnedPositiveFeatures(shape["num_heads"], *sizes, **draw)
         elif config.kernel == "relu":
             feature_map = ReluFeatures(*sizes, redraw_interval=interval, **draw)
         else:
             optimal = config.variance == "optimal"
             feature_map = PositiveFeatures(*sizes, optimal=optimal, redraw_interval=interval, **draw)
-        super().__init__(
-            config,
-            feature_map,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            seed=seed,
-        )
+        super().__init__(config, feature_map, num_kv_heads=num_kv_heads, head_dim=head_dim, seed=seed, **shape)
 
 
 register_mechanism("favor+", FavorConfig, FavorAttention, aliases={"performer": {}, "favor": {}})

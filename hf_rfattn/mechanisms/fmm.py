@@ -29,23 +29,21 @@ from .registry import mechanism_class, register_mechanism, resolve_config
 class FmmConfig(MechanismConfig):
     """Options of "fmm"."""
 
-    bandwidth: int = option(32, "Keys at this distance or less are in the near field, which is exact.")
+    bandwidth: int = option(64, "Keys at this distance or less are in the near field, which is exact.")
     far: tuple[str | MechanismConfig, ...] = option(
         ("favor+",),
         "Linear mechanisms of the far field, by name or config, one or more; the paper uses elu, elu-, tanh.",
     )
     normalizer: Literal["separate", "joint"] = option(
-        "separate", "separate: near and far field are normalised each and added, as in the paper; joint: together."
+        "joint", "joint: one denominator for near and far field; separate: each has its own, as in the paper."
     )
     global_tokens: int = option(
-        0, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+        1, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.far, (str, MechanismConfig)):
-            object.__setattr__(self, "far", (self.far,))
-        elif isinstance(self.far, list):
-            object.__setattr__(self, "far", tuple(self.far))
+        if isinstance(self.far, (str, MechanismConfig, list)):
+            object.__setattr__(self, "far", tuple(self.far) if isinstance(self.far, list) else (self.far,))
         super().__post_init__()
         check_at_least(self, 0, "bandwidth", "global_tokens")
         if not self.far:
@@ -74,12 +72,12 @@ class FmmAttention(Mechanism):
         super().__init__(config, seed=seed, **shape)
         far = [resolve_config(f) for f in config.far]
         self.far = nn.ModuleList(mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
-        if config.normalizer == "joint":
-            for m in self.far:
-                if not m.feature_map.positive:
-                    raise ValueError(
-                        f"normalizer='joint' needs positive feature maps; {m.config.name!r} is signed here."
-                    )
+        signed = [m.config.name for m in self.far if not m.feature_map.positive]
+        if config.normalizer == "joint" and signed:
+            raise ValueError(
+                f"normalizer='joint' needs positive feature maps; {signed[0]!r} is signed here. Choose "
+                "normalizer='separate', or another far field."
+            )
         self.log_weights = nn.Parameter(torch.empty(self.num_heads, 1 + len(far)))  # near and each far
         self.reset_parameters()
 
@@ -142,8 +140,7 @@ class FmmAttention(Mechanism):
     def new_state(self, batch, value_dim, dtype, device):
         config, like = self.config, torch.empty((), dtype=dtype, device=device)
         sizes = batch, self.num_kv_heads, self.head_dim, value_dim
-        window = Window.new(*sizes, config.bandwidth, config.global_tokens, like)
-        state = FmmState(window, [])
+        state = FmmState(Window.new(*sizes, config.bandwidth, config.global_tokens, like), [])
         for far in self.far:
             shape = batch, self.num_kv_heads, value_dim
             state.far.append(Sums.of_none(far.feature_map("key"), shape, dtype, device))

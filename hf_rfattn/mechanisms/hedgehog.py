@@ -7,6 +7,7 @@ Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with S
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..features import HedgehogFeatures
 from .base import LinearMechanism
@@ -26,24 +27,11 @@ class HedgehogConfig(MechanismConfig):
 
 
 class HedgehogAttention(LinearMechanism):
-    def __init__(
-        self,
-        config: HedgehogConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        seed: tuple[int, ...],
-    ):
+    def __init__(self, config: HedgehogConfig, *, head_dim: int, **shape: Any):
         count = default_features(config.num_features, 2 * head_dim, True, "features come in pairs, of Wx and of -Wx")
-        super().__init__(
-            config,
-            HedgehogFeatures(num_heads, num_kv_heads, count, head_dim, seed),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            seed=seed,
-        )
+        heads = shape["num_heads"], shape["num_kv_heads"]
+        feature_map = HedgehogFeatures(*heads, count, head_dim, shape["seed"])
+        super().__init__(config, feature_map, head_dim=head_dim, **shape)
 
 
 register_mechanism("hedgehog", HedgehogConfig, HedgehogAttention)

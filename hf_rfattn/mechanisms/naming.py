@@ -3,19 +3,15 @@
 Documents hold "softmax", that of a mechanism (`MechanismConfig.to_dict`), or `{"layers": {"0-5": either, ...}}`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .config import option_value
 from .registry import resolve_config
 
-SOFTMAX = "softmax"
-
 
 def full_config(config: Any) -> Any:
     """A mechanism's document with its defaults; one that is registered nowhere stays as it is."""
-    if config == SOFTMAX:
-        return config
     try:
         document = resolve_config(config).to_dict()
     except ValueError:
@@ -25,10 +21,10 @@ def full_config(config: Any) -> Any:
 
 def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
     """The document of every mechanism in an attention document, defaults spelt out, those inside "far" last."""
-    configs = list(attention["layers"].values()) if _has_layers(attention) else [attention]
-    full = [config for config in map(full_config, configs) if isinstance(config, Mapping)]
-    far = [part for config in full for part in config.get("far", ()) if isinstance(part, Mapping)]
-    return [config for config in [*full, *far] if "mechanism" in config]
+    layered = isinstance(attention, Mapping) and "layers" in attention
+    full = [full_config(config) for config in (attention["layers"].values() if layered else [attention])]
+    far = [part for config in full if isinstance(config, Mapping) for part in config.get("far", ())]
+    return [config for config in [*full, *far] if isinstance(config, Mapping) and "mechanism" in config]
 
 
 def mechanism_names_in(attention: Any) -> list[str]:
@@ -46,25 +42,18 @@ def attention_label(attention: Any) -> str:
     >>> attention_label({"mechanism": "favor+", "num_features": 64, "antithetic": False})
     'favor+, num_features=64'
     """
-    if _has_layers(attention):
+    if isinstance(attention, Mapping) and "layers" in attention:
         return "; ".join(f"layers {k}: {attention_label(v)}" for k, v in attention["layers"].items())
     config = full_config(attention)
     if not isinstance(config, Mapping):
         return str(config)
-    default = full_config(config.get("mechanism", "?"))
-    known = default if isinstance(default, Mapping) else {}
-    return ", ".join([config.get("mechanism", "?"), *_changed_options(config, known)])
-
-
-def _changed_options(config: Mapping[str, Any], default: Mapping[str, Any]) -> Iterator[str]:
+    name = config.get("mechanism", "?")
+    default = full_config(name)
+    label = [name]
     for option, value in config.items():
-        if option == "mechanism" or default.get(option) == value:
-            continue
-        if option == "far":
-            yield f"far=({', '.join(map(attention_label, value))})"
-        else:
-            yield f"{option}={option_value(value)}"
-
-
-def _has_layers(attention: Any) -> bool:
-    return isinstance(attention, Mapping) and "layers" in attention
+        if option != "mechanism" and not (isinstance(default, Mapping) and default.get(option) == value):
+            far = option == "far"
+            label.append(
+                f"far=({', '.join(map(attention_label, value))})" if far else f"{option}={option_value(value)}"
+            )
+    return ", ".join(label)

@@ -3,21 +3,14 @@
 import dataclasses
 import json
 import sys
-import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .base import Mechanism
 from .config import MechanismConfig, check_nesting, check_options, describe_options, did_you_mean
 
-
-class _Entry(typing.NamedTuple):
-    config: type[MechanismConfig]
-    module: type[Mechanism]
-
-
-_REGISTRY: dict[str, _Entry] = {}
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
+_REGISTRY: dict[str, tuple[type[MechanismConfig], type[Mechanism]]] = {}
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}  # the name it stands for, and the options it sets
 
 
 def register_mechanism(
@@ -31,19 +24,16 @@ def register_mechanism(
     A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite
     then know it.
     """
-    names = [name, *(aliases or {})]
-    for other in names:
-        known = _REGISTRY.get(other)
-        if (known and known.module.__qualname__ != module.__qualname__) or (
-            other in _ALIASES and _ALIASES[other][0] != name
-        ):
-            raise ValueError(f"A mechanism named {other!r} is registered already; choose another name.")
+    for given in [name, *(aliases or {})]:
+        known = _REGISTRY.get(_ALIASES.get(given, (given, {}))[0])
+        if known and known[1].__qualname__ != module.__qualname__:
+            raise ValueError(f"A mechanism named {given!r} is registered already; choose another name.")
     if not (dataclasses.is_dataclass(config) and issubclass(config, MechanismConfig)):
         raise ValueError(f"The config of {name!r} must be a frozen dataclass derived from MechanismConfig.")
     config.name = name
     listed = "".join(f"\n    {o.name} = {o.default}: {o.help}" for o in describe_options(config))
     config.__doc__ = f"{config.__doc__ or name}\n{listed}" if listed else config.__doc__  # for help()
-    _REGISTRY[name] = _Entry(config, module)
+    _REGISTRY[name] = config, module
     _ALIASES.update({alias: (name, dict(options)) for alias, options in (aliases or {}).items()})
 
 
@@ -58,7 +48,7 @@ def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
     >>> mechanism_aliases()["elu-"]
     ('linear', {'feature_map': 'elu-'})
     """
-    return {alias: (name, dict(options)) for alias, (name, options) in sorted(_ALIASES.items())}
+    return dict(sorted(_ALIASES.items()))
 
 
 def mechanism_title(config: type[MechanismConfig]) -> str:
@@ -68,10 +58,10 @@ def mechanism_title(config: type[MechanismConfig]) -> str:
 
 def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
     """The module class registered for a config."""
-    entry = _REGISTRY.get(getattr(config, "name", ""))
-    if entry is None or entry.config is not type(config):
+    registered, module = _REGISTRY.get(getattr(config, "name", ""), (None, Mechanism))
+    if registered is not type(config):
         raise ValueError(f"{type(config).__name__} is not registered; call register_mechanism first.")
-    return entry.module
+    return module
 
 
 def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **options: Any) -> MechanismConfig:
@@ -88,9 +78,7 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
         document = dict(attention)
         name = document.pop("mechanism", None)
         if not isinstance(name, str):
-            raise ValueError(
-                f"A mechanism's document needs its name under 'mechanism'; this one has {sorted(attention)}."
-            )
+            raise ValueError(f"A document must name its mechanism under 'mechanism'; this one has {sorted(attention)}.")
         return resolve_config(name, **{k: _restored(v) for k, v in document.items()}, **options)
     if not isinstance(attention, str):
         raise ValueError(f"attention must be a name or a config, not {attention!r}.")
@@ -102,7 +90,7 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
             f"Unknown attention {attention!r}{did_you_mean(key, known)}; known: {', '.join(known)}. "
             "If it comes from another package, import the package that registers it first."
         )
-    config = _REGISTRY[name].config
+    config = _REGISTRY[name][0]
     options = {**preset, **options}
     check_options(name, config, options)
     return config(**options)

@@ -45,9 +45,8 @@ class RffConfig(MechanismConfig):
 
 class RffAttention(LinearMechanism):
     def __init__(self, config: RffConfig, *, num_kv_heads: int, head_dim: int, seed: tuple[int, ...], **shape: Any):
-        count = default_features(
-            config.num_features, head_dim, config.form == "sincos", "sines and cosines come in pairs"
-        )
+        even = config.form == "sincos"
+        count = default_features(config.num_features, head_dim, even, "sines and cosines come in pairs")
         feature_map = FourierFeatures(
             num_kv_heads,
             count,

@@ -67,7 +67,7 @@ class CommonOptions:
     )
     data_name: str | None = described("Name of the data in result files; by default that of the folder.")
     max_length: int | None = described("Longest sequence in tokens; longer text is truncated.")
-    extend_positions: Literal["interpolate", "tile"] | None = described(
+    extend_positions: Literal["tile", "interpolate"] | None = described(
         "Lengthen a learned position table to --max-length: 'tile' repeats it, so that short inputs give what they "
         "gave; 'interpolate' stretches it."
     )

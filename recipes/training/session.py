@@ -162,6 +162,7 @@ def make_accelerator(options: Any) -> Accelerator:
 
 def quiet(accelerator: Accelerator) -> None:
     """Leave warnings to the main process, and leave out the chatter of loading."""
+    warnings.filterwarnings("ignore", "Without training")  # of patch_model: recipes train, or show what it costs
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)  # has no other name yet
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
