@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _HOMES
     from .integration import extend_positions as extend_positions
     from .integration import patch_model as patch_model
     from .integration import redraw as redraw
+    from .integration import shard_sequence as shard_sequence
     from .integration import unpatch_model as unpatch_model
     from .integration.reading import longest_input as longest_input
     from .mechanisms import Mechanism as Mechanism
@@ -48,7 +49,7 @@ _HOMES = {  # the module that each public name comes from
     "hub.cards": "write_card",
     "hub.publish": "publish",
     "integration": "AttentionChoice AttentionError attention_error calibrate choose_attention extend_positions "
-    "patch_model redraw unpatch_model",
+    "patch_model redraw shard_sequence unpatch_model",
     "integration.reading": "longest_input",
     "mechanisms": "Mechanism MechanismConfig build_mechanism mechanism_names parse_attention register_mechanism "
     "resolve_config",

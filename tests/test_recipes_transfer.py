@@ -277,13 +277,13 @@ def test_a_conversion_that_is_interrupted_or_whose_state_is_damaged(bert, texts,
     with pytest.raises(KeyboardInterrupt, match="with --resume continues the attention transfer"):
         convert(bert, texts, tmp_path, save_every=2)
     monkeypatch.undo()
-    state = tmp_path / "transfer" / "conversion.safetensors"
+    state = tmp_path / "transfer" / "conversion.pt"
     whole = state.read_bytes()
     state.write_bytes(whole[:-9])
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         convert(bert, texts, tmp_path, save_every=2, resume=True)
     said = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "conversion.safetensors is damaged" in said and "Traceback" not in said
+    assert stop.value.code == 2 and "conversion.pt is damaged" in said and "Traceback" not in said
     state.write_bytes(whole)
     assert convert(bert, texts, tmp_path, save_every=2, resume=True)["transfer"]["steps"] == 12

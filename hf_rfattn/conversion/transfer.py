@@ -1,17 +1,15 @@
 """The training of attention transfer, and its state on disk."""
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..features import FeatureMap
@@ -21,7 +19,7 @@ from ..mechanisms import LinearMechanism, Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 from .processes import process_count, sum_over_processes
 
-STATE = "conversion.safetensors"
+STATE = "conversion.pt"
 WARMUP = 0.05  # share of the steps
 LEAST_GAIN = 0.01  # a layer whose loss has fallen by less than this share since `patience` steps before has learnt
 LONGEST_DIVERGENCE = 1024  # tokens up to which matrices of weights are compared
@@ -161,23 +159,19 @@ class Transfer:
 
     def save(self, path: Path, before: AttentionError) -> None:
         """Write the state whole or not at all."""
-        tensors: dict[str, Tensor] = {}
-        for layer in self.layers.values():
-            for name, parameter in layer.parameters.items():
-                tensors[f"{layer.name}/{name}"] = parameter.detach()
-                for key, value in self.optimizer.state[parameter].items():
-                    tensors[f"{layer.name}/{name}/{key}"] = value
-        facts = {
+        state = {
             "settings": self.settings(),
+            "error before training": _rounded(before.overall),
             "step": self.step,
             "seconds": self.seconds,
-            "before": before.to_dict(),
             "layers": {layer.name: layer.facts() for layer in self.layers.values()},
+            "parameters": {layer.name: layer.parameters for layer in self.layers.values()},
+            "optimizer": self.optimizer.state_dict(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            save_file({k: v.contiguous() for k, v in tensors.items()}, unfinished, {"facts": json.dumps(facts)})
+            torch.save(state, unfinished)
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -187,39 +181,26 @@ class Transfer:
         if not path.exists():
             return
         try:
-            self._load(path, before)
-        except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            now = {"settings": self.settings(), "error before training": _rounded(before.overall)}
+            for what, value in now.items():
+                if state[what] != value:
+                    raise ValueError(
+                        f"{path} belongs to another conversion: its {what} was {state[what]}, now it is {value}. Give "
+                        "the same model, batches and options again, or another checkpoint."
+                    )
+            self.step, self.seconds = state["step"], state["seconds"]
+            for layer in self.layers.values():
+                vars(layer).update(state["layers"][layer.name])
+                for name, parameter in layer.parameters.items():
+                    parameter.data.copy_(state["parameters"][layer.name][name])
+                    parameter.requires_grad_(not layer.stopped)
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (UnpicklingError, RuntimeError, OSError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is damaged or was not written by this version ({type(error).__name__}: {error}). Delete it to "
-                "start the conversion again, or give another checkpoint."
+                f"{path} is damaged or was not written by this version ({type(error).__name__}). Delete it to start "
+                "the conversion again, or give another checkpoint."
             ) from error
-
-    def _load(self, path: Path, before: AttentionError) -> None:
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for what, then, now in (
-            ("settings", facts["settings"], self.settings()),
-            ("error before training", _rounded(facts["before"]["overall"]), _rounded(before.overall)),
-        ):
-            if then != now:
-                raise ValueError(
-                    f"{path} belongs to another conversion: its {what} was {then}, now it is {now}. Give the same "
-                    "model, batches and options again, or another checkpoint."
-                )
-        self.step, self.seconds = facts["step"], facts["seconds"]
-        for layer in self.layers.values():
-            for key in layer.facts():
-                setattr(layer, key, facts["layers"][layer.name][key])
-            for name, parameter in layer.parameters.items():
-                prefix = f"{layer.name}/{name}"
-                parameter.data.copy_(tensors[prefix])
-                parameter.requires_grad_(not layer.stopped)
-                self.optimizer.state[parameter] = {
-                    key.removeprefix(f"{prefix}/"): value.to(parameter.device if value.ndim else "cpu")
-                    for key, value in tensors.items()
-                    if key.startswith(f"{prefix}/")
-                }
 
     def settings(self) -> dict[str, Any]:
         names = ("steps", "learning_rate", "parts", "divergence", "patience")

@@ -6,3 +6,4 @@ from .patching import patch_model, unpatch_model
 from .positions import extend_positions
 from .redraw import redraw
 from .selection import AttentionChoice, choose_attention
+from .sharding import shard_sequence

@@ -22,8 +22,9 @@ from transformers.cache_utils import StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.naive import allowed_pairs
+from ..ops.sharded import Part
 from .cache import RecurrentLayer
-from .names import CACHE, NAME
+from .names import CACHE, NAME, PART
 from .positions import LIMIT, table_length
 
 # Arguments by which some models change their scores in ways φ(x)ᵀφ(y) cannot express.
@@ -204,7 +205,7 @@ def rf_attention_forward(
     Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in
     linear attention and is applied only there.
     """
-    cache_layer = kwargs.pop(CACHE, None)
+    cache_layer, part = kwargs.pop(CACHE, None), kwargs.pop(PART, None)
     mechanism = getattr(module, "rf", None)
     if mechanism is None:
         if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
@@ -212,6 +213,10 @@ def rf_attention_forward(
                 f"The attention implementation is {NAME!r} but this model was not patched. Call "
                 "hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
             )
+        if part is not None:
+            key, value, attention_mask = _gathered(module, query, key, value, attention_mask, part, kwargs)
+            kwargs = {**kwargs, "dropout": dropout, "scaling": scaling, "is_causal": False}
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
         return _softmax(module, query, key, value, attention_mask, dropout, scaling, cache_layer, kwargs)
     for name, reason in _INEXPRESSIBLE.items():
         if kwargs.get(name) is not None:
@@ -222,22 +227,29 @@ def rf_attention_forward(
     recurrent, length = isinstance(cache_layer, RecurrentLayer), key.shape[2]
     if recurrent:  # the mask is that of all tokens so far
         length = cache_layer.seen + length if cache_layer.static_length is None else cache_layer.static_length
-    if attention_mask is None:  # the same rule as transformers' sdpa function
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        pattern: Pattern | None = Pattern(None, None, bool(causal) and query.shape[2] > 1)
+    if attention_mask is None:
+        pattern: Pattern | None = _without_mask(module, kwargs.get("is_causal"))
+        if query.shape[2] == 1 and part is None:  # it sees all
+            pattern = Pattern(None, None, False)
     else:
         pattern = read_mask(attention_mask, key.shape[0], length) if attention_mask.ndim == 4 else None
     if pattern is None or (recurrent and attention_mask is not None and attention_mask.dtype != torch.int8):
         _refuse_mask(module, attention_mask, recurrent)
     key_mask, segments, causal = pattern  # type: ignore[misc]
-    if recurrent:
+    if part is not None:
+        out = mechanism(query, key, value, part=part.of(causal), causal=causal, scale=scaling)
+    elif recurrent:
         out = cache_layer.attend(mechanism, query, key, value, key_mask, scaling)
     else:
         key_mask = None if key_mask is None else key_mask[:, :length]
         segments = None if segments is None else segments[:, :length]
         out = mechanism(query, key, value, key_mask=key_mask, causal=causal, segments=segments, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _without_mask(module: nn.Module, is_causal: bool | None) -> Pattern:
+    """By the same rule as transformers' sdpa function."""
+    return Pattern(None, None, bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
 
 
 def _refuse_mask(module: nn.Module, mask: Any, recurrent: bool) -> None:
@@ -249,6 +261,24 @@ def _refuse_mask(module: nn.Module, mask: Any, recurrent: bool) -> None:
         "(position_ids that restart), but cannot express an arbitrary mask of pairs. Pass a 2D attention_mask, or "
         "leave this layer softmax: patch_model(model, ..., layers=...)."
     )
+
+
+def _gathered(module, query, key, value, mask, part: Part, kwargs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys and values of all parts that the queries of one may see, and their mask."""
+    if mask is None:
+        pattern: Pattern | None = _without_mask(module, kwargs.get("is_causal"))
+    else:
+        pattern = read_mask(mask, key.shape[0], key.shape[2]) if mask.ndim == 4 else None
+    if pattern is None:
+        _refuse_mask(module, mask, False)
+    key, value = (part.whole(x, 2) for x in (key, value))
+    if not pattern.causal:  # type: ignore[union-attr]
+        return key, value, None if part.key_mask is None else part.key_mask[:, None, None, :]
+    stop = part.start + part.length
+    masks = (None if x is None else x[:, :stop] for x in (part.key_mask, part.segments))
+    key_mask, segments = masks
+    allowed = allowed_pairs(part.length, stop, key_mask, True, segments, device=query.device)
+    return key[:, :, :stop], value[:, :, :stop], allowed
 
 
 def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:

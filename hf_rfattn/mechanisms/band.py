@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops import banded_attention, global_attention, global_keys, merge, with_global_rows
 from ..ops.banded import Window
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
+from ..ops.sharded import part_of_banded_attention
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least, option
 from .registry import register_mechanism
@@ -66,6 +67,14 @@ class BandAttention(Mechanism):
         masks = {"scale": scale, "key_mask": key_mask, "causal": causal, "segments": segments}
         out = near_attention(q, k, v, self.config.bandwidth, count, **masks)[0].to(q.dtype)
         return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask) if count and not causal else out
+
+    def attend_part(self, q, k, v, part, *, scale, causal):
+        if self.gathers_sequence():
+            return super().attend_part(q, k, v, part, scale=scale, causal=causal)
+        return part_of_banded_attention(q, k, v, self.config.bandwidth, part, scale=scale, causal=causal)[0]
+
+    def gathers_sequence(self):
+        return self.config.global_tokens > 0
 
     def new_state(self, batch, value_dim, dtype, device):
         like = torch.empty((), dtype=dtype, device=device)

@@ -11,6 +11,7 @@ from ..features.maps import RandomFeatures
 from ..ops import State, Sums, causal_linear_attention, linear_attention, linear_multiply_adds
 from ..ops.naive import allowed_pairs, normalised_weights, repeat_heads
 from ..ops.packing import unpack
+from ..ops.sharded import Part, part_of_causal_linear_attention, part_of_linear_attention
 from .config import MechanismConfig
 
 
@@ -53,6 +54,16 @@ class Mechanism(nn.Module):
         """
         raise NotImplementedError
 
+    def attend_part(self, q: Tensor, k: Tensor, v: Tensor, part: Part, *, scale: float, causal: bool) -> Tensor:
+        """`attend` for one part of a sequence that is divided between processes; here, by gathering all of it."""
+        q, k, v = (part.whole(x, 2) for x in (q, k, v))
+        masks = {"key_mask": part.key_mask, "segments": part.segments}
+        return part.own(self(q, k, v, causal=causal, scale=scale, **masks), 2)
+
+    def gathers_sequence(self) -> bool:
+        """Whether `attend_part` gathers the queries, keys and values of all parts, which costs memory and time."""
+        return True
+
     def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """The state of generation before the first token. With `holds_all_keys` it takes one more argument, the number
         of tokens to make room for.
@@ -85,6 +96,7 @@ class Mechanism(nn.Module):
         scale: float | None = None,
         segments: Tensor | None = None,
         state: State | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         """Attention of queries `[B, H, Lq, D]` over keys and values `[B, Hkv, Lk, D]` → `[B, H, Lq, Dv]`.
 
@@ -95,6 +107,8 @@ class Mechanism(nn.Module):
         `state`, from `new_state`, makes these the next tokens of sequences whose past it holds, and takes them in, in
         place. However tokens are cut into calls, the outputs are those of one causal call over all of them. Gradients
         reach the new tokens, not the past.
+
+        `part` says that q, k and v are one part of a sequence that is divided between processes, and has its masks.
 
         >>> from hf_rfattn import build_mechanism
         >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)
@@ -110,6 +124,8 @@ class Mechanism(nn.Module):
         if q.numel() == 0 or k.numel() == 0:  # no sequences, or no tokens
             return (0 * q[..., :1]).expand(-1, -1, -1, v.shape[3])
         with torch.autocast(q.device.type, enabled=False):
+            if part is not None:
+                return self.attend_part(q, k, v, part, scale=scale, causal=causal)
             if state is not None:
                 if segments is not None:
                     raise ValueError("segments cannot go on from a state; give each packed sequence a row of its own.")
@@ -197,6 +213,16 @@ class LinearMechanism(Mechanism):
             return linear_attention(q, k, v, phi_q, phi_k, key_mask)
         both = None if segments is None else (segments, segments)
         return causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, both)[0]
+
+    def attend_part(self, q, k, v, part, *, scale, causal):
+        root = math.sqrt(scale)
+        phi_q, phi_k = self.feature_map("query", root), self.feature_map("key", root)
+        if causal:
+            return part_of_causal_linear_attention(q, k, v, phi_q, phi_k, part)[0]
+        return part_of_linear_attention(q, k, v, phi_q, phi_k, part)
+
+    def gathers_sequence(self):
+        return False
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         root = math.sqrt(scale)

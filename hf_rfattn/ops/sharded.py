@@ -1,0 +1,210 @@
+"""Attention over a sequence that is divided between processes, each of which holds a part of it.
+
+Sums of keys are a few thousand numbers a head however long the sequence is, so linear attention needs one small
+exchange a layer: all sums are gathered, and a query reads those of all parts (bidirectional) or of the parts before
+its own (causal). A band needs the keys of its neighbours (`Part.around`).
+
+Collectives have gradients, which are their adjoints: those of the sum of what all processes compute.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from .banded import banded_attention
+from .causal import causal_linear_attention
+from .linear import FeatureFunction, Sums, summarise
+from .linear import _read as read_sums
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process holds of a sequence: `length` positions, as many on each process of the group, in their order.
+
+    Masks are those of the whole sequence, which every process knows.
+    """
+
+    group: Any  # dist.ProcessGroup
+    rank: int
+    size: int  # number of processes, N
+    length: int
+    key_mask: Tensor | None = None  # [B, N · length], True for keys that exist
+    segments: Tensor | None = None  # [B, N · length], numbers of packed sequences
+
+    @property
+    def start(self) -> int:
+        """The first position of this part."""
+        return self.rank * self.length
+
+    def of(self, causal: bool) -> "Part":
+        """The same for attention of this kind: sequences are packed for causal attention alone."""
+        return self if causal or self.segments is None else replace(self, segments=None)
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This part of something that has all positions."""
+        return x.narrow(dim, self.start, self.length)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """What each process gives, `[N, ...]`."""
+        return _Gather.apply(x, self)
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """All parts one behind the other."""
+        return torch.cat(self.gather(x).unbind(), dim)
+
+    def around(self, x: Tensor, before: int, after: int) -> Tensor:
+        """This part of x `[B, H, L, E]` with up to so many positions before and after it, as far as there are any.
+
+        They may lie on several processes. Each sends only what others need.
+        """
+
+        def count(distance: int) -> int:  # positions needed from the process at this distance, negative if before
+            width = before if distance < 0 else after
+            return min(max(width - (abs(distance) - 1) * self.length, 0), self.length) if distance else 0
+
+        given = [count(self.rank - other) for other in range(self.size)]
+        taken = [count(other - self.rank) for other in range(self.size)]
+        pieces = [
+            x[:, :, self.length - number :] if other > self.rank else x[:, :, :number]
+            for other, number in enumerate(given)
+        ]
+        found = _Exchange.apply(torch.cat(pieces, 2).movedim(2, 0), given, taken, self).movedim(0, 2)
+        left = sum(taken[: self.rank])
+        return torch.cat([found[:, :, :left], x, found[:, :, left:]], 2)
+
+    def gather_sums(self, sums: Sums) -> list[Sums]:
+        """The sums of every process, by one exchange."""
+        features = sums.outer.shape[-2]
+        scale = sums.log_scale.detach()
+        packed = torch.cat([sums.outer, sums.total, scale.mT.expand(-1, -1, features, 1)], -1)
+        return [
+            Sums(x[..., -1:].mT.detach()[..., : scale.shape[-1]], x[..., :-2], x[..., -2:-1])
+            for x in self.gather(packed)
+        ]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Part) -> Tensor:
+        ctx.part = part
+        found = x.new_empty(part.size, *x.shape)
+        _collective(part, lambda: dist.all_gather(list(found.unbind()), x.contiguous(), group=part.group))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        found = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        _collective(ctx.part, lambda: dist.all_to_all_single(found, gradient.contiguous(), group=ctx.part.group))
+        return found.sum(0), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows `[L, ...]` to and from each process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], part: Part) -> Tensor:
+        ctx.given, ctx.taken, ctx.part = given, taken, part
+        found = x.new_empty(sum(taken), *x.shape[1:])
+        _collective(part, lambda: dist.all_to_all_single(found, x.contiguous(), taken, given, group=part.group))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Exchange.apply(gradient, ctx.taken, ctx.given, ctx.part), None, None, None
+
+
+def _collective(part: Part, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Process {part.rank} of {part.size} that share a sequence lost the others: one of them has ended, has run "
+            "another number of forward or backward passes, or did not answer within the time-out of the process group. "
+            f"Their logs say why. ({error})"
+        ) from error
+
+
+def part_of_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, phi_q: FeatureFunction, phi_k: FeatureFunction, part: Part
+) -> Tensor:
+    """`linear_attention` of the queries of a part to the keys of all."""
+    mask = None if part.key_mask is None else part.own(part.key_mask, 1)
+    sums = part.gather_sums(summarise(k, v, phi_k, mask))
+    return read_sums(q, reduce(Sums.plus, sums), phi_q)
+
+
+def part_of_causal_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi_q: FeatureFunction,
+    phi_k: FeatureFunction,
+    part: Part,
+    lag: int = 0,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`causal_linear_attention` of the queries of a part, and its log d: to all keys at least `lag` positions before
+    each, or with `reverse` after each.
+    """
+    total = part.size * part.length
+    mask, segments = part.key_mask, part.segments
+    if lag:  # keys come so much later
+        lag = min(lag, total)
+        k, v = _lagged(torch.cat([k, v], -1), lag, part, reverse).split([k.shape[-1], v.shape[-1]], -1)
+        mask = torch.ones(q.shape[0], total, dtype=torch.bool, device=q.device) if mask is None else mask
+        mask = F.pad(mask[:, lag:], (0, lag)) if reverse else F.pad(mask[:, : total - lag], (lag, 0))
+        if segments is not None:
+            segments = torch.cat([segments[:, :1].expand(-1, lag), segments[:, : total - lag]], dim=1)
+    mask = None if mask is None else part.own(mask, 1)
+    pair = None
+    if part.segments is not None and segments is not None:
+        pair = part.own(part.segments, 1), part.own(segments, 1)
+    if reverse:
+        q, k, v = (x.flip(2) for x in (q, k, v))
+        mask = None if mask is None else mask.flip(1)
+
+    visible = mask
+    if pair is not None:  # what may go on in the next part
+        last = pair[1] == pair[1][:, -1:]
+        visible = last if mask is None else last & mask
+    sums = part.gather_sums(summarise(k, v, phi_k, visible))
+    for other, theirs in enumerate(sums):
+        seen = torch.tensor([other > part.rank if reverse else other < part.rank], device=q.device)
+        if segments is not None:
+            seen = seen & (segments[:, (other + 1) * part.length - 1] == segments[:, part.start])
+        theirs.log_scale = theirs.log_scale.masked_fill(~seen[:, None, None, None], -torch.inf)
+    before = reduce(Sums.plus, sums)
+    out, log_d, _ = causal_linear_attention(q, k, v, phi_q, phi_k, mask, pair, before)
+    return (out.flip(2), log_d.flip(2)) if reverse else (out, log_d)
+
+
+def _lagged(x: Tensor, lag: int, part: Part, reverse: bool) -> Tensor:
+    """This part of x `[B, H, L, E]` moved by `lag` positions, zero where nothing comes from."""
+    if reverse:
+        x = part.around(x, 0, lag)
+        return F.pad(x, (0, 0, 0, lag + part.length - x.shape[2]))[:, :, lag:]
+    x = part.around(x, lag, 0)
+    return F.pad(x, (0, 0, lag + part.length - x.shape[2], 0))[:, :, : part.length]
+
+
+def part_of_banded_attention(
+    q: Tensor, k: Tensor, v: Tensor, bandwidth: int, part: Part, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`banded_attention` of the queries of a part, and its lse."""
+    first = max(part.start - bandwidth, 0)
+    last = min(part.start + part.length + (0 if causal else bandwidth), part.size * part.length)
+    both = part.around(torch.cat([k, v], -1), bandwidth, 0 if causal else bandwidth)
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    ahead = part.start - first
+    q = F.pad(q, (0, 0, ahead, last - part.start - part.length))  # stand-ins keep positions aligned
+    masks = (None if x is None else x[:, first:last] for x in (part.key_mask, part.segments))
+    key_mask, segments = masks
+    found = banded_attention(q, k, v, bandwidth, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
+    out, lse = (x[:, :, ahead : ahead + part.length] for x in found)
+    return out, lse
