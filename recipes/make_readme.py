@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import PIL.Image
 import typer
 from comparison.report import overview_table, percent, rate, report
-from comparison.summary import KIND, summarise
+from comparison.summary import KIND, over_seeds, summarise
+from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
 from hf_rfattn.bench import compile_time, decode, model, ops
@@ -32,6 +33,7 @@ from hf_rfattn.results import (
     as_markdown,
     in_bytes,
     machine,
+    number,
     parse_result,
     read_result,
     times,
@@ -84,42 +86,86 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
-    """Models that were evaluated without a comparison: a table for each model, task and budget."""
+    """Models that were evaluated without a comparison: a table for each model, task and budget.
+
+    Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
+    all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation.
+    """
     groups: dict[str, list[TaskResult]] = {}
+    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
     for name, document in documents.items():
         if document["kind"] == "task" and KIND not in document:
             result = parse_result(document, name)
             groups.setdefault(result.measured_on, []).append(result)
+        elif document["kind"] == "bench model":
+            labels = {name: attention_label(config) for name, config in document["attention"].items()}
+            for cell in document["cells"]:
+                key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
+                benched.setdefault(key, {})[cell["training"]] = cell
     for group in groups.values():
-        first = group[0]
-        softmax = next((r for r in group if r.attention == SOFTMAX), None)
-        rows = []
-        for result in sorted(group, key=lambda r: r.attention != SOFTMAX):
-            values = [result.metrics[result.main_metric].value, result.samples_per_second]
-            base = [softmax.metrics[softmax.main_metric].value, softmax.samples_per_second] if softmax else [None, None]
-            share, faster = (a / b if a and b else None for a, b in zip(values, base, strict=True))
-            steps = (result.document.get("transfer") or {}).get("steps")
-            rows.append(
-                [
-                    attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else ""),
-                    f"{values[0]:.4g}",
-                    percent(share),
-                    rate({"mean": values[1], "spread": None}),
-                    times(faster),
-                    in_bytes(result.peak_memory_bytes) if result.peak_memory_bytes else "–",
-                ]
-            )
+        first, rows = group[0], []
+        length, trained = first.budget.get("max_length"), "steps" in first.budget
+        softmax = [each for each in group if each.attention == SOFTMAX]
+        for label, own in _rows(group).items():
+            score, base = (over_seeds(r.metrics[r.main_metric].value for r in rs) for rs in (own, softmax))
+            row = [label, rate(score, 4), percent(score["mean"] / base["mean"] if softmax else None)]
+            passes = benched.get((first.model, length, attention_label(own[0].attention)))
+            if passes and False in passes:
+                cells = [passes[False], *([passes[True]] if trained and True in passes else [])]
+                row += [number(cells[0]["samples_per_second"], 3), times(cells[0]["speed_over_softmax"])]
+                row += [times(cells[-1]["speed_over_softmax"])] if trained else []
+                row += [in_bytes(cells[-1]["step_bytes"]) if cells[-1]["step_bytes"] else "–"]
+            else:
+                speed, theirs = (over_seeds(r.samples_per_second for r in rs)["mean"] for rs in (own, softmax))
+                faster = times(speed / theirs if speed and theirs else None)
+                row += [number(speed, 3) if speed else "–", *(["–"] if trained else []), faster]
+                row += [in_bytes(own[0].peak_memory_bytes) if own[0].peak_memory_bytes else "–"]
+            rows.append(row)
         budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
         yield Paragraph(f"**{first.model}, {first.task}** ({budget}), on {measured_on(dict(first.document))}:")
-        headings = [
-            "attention",
-            first.main_metric.replace("_", " "),
-            "of softmax",
-            "samples/s",
-            "over softmax",
-            "memory",
-        ]
+        over = ["inference over softmax", "training over softmax"] if trained else ["over softmax"]
+        headings = ["attention", first.main_metric.replace("_", " "), "of softmax", "samples/s", *over, "memory"]
         yield Table("", headings, rows)
+
+
+def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
+    """The results of each row of a table, one for each seed; softmax first."""
+    rows: dict[str, list[TaskResult]] = {}
+    for result in sorted(group, key=lambda r: r.attention != SOFTMAX):
+        steps = (result.document.get("transfer") or {}).get("steps")
+        label = attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else "")
+        rows.setdefault(label, []).append(result)
+    return rows
+
+
+def contexts(documents: Documents, results: str) -> Iterator[Block]:
+    """Decoders by context length, a table for each model and data set.
+
+    A model that was trained is named after its base, a comma, and how it was trained. Of several measurements of one
+    row, perplexity is that of the most tokens and speed that of the most repetitions.
+    """
+    tables: dict[tuple[str, str], dict[tuple[str, str, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = {}
+    files: dict[tuple[str, str], list[str]] = {}
+    for name, document in documents.items():
+        if document["kind"] == "bench lm":
+            base, _, trained = document["model"].partition(", ")
+            table = tables.setdefault((base, document["dataset"]["name"]), {})
+            files.setdefault((base, document["dataset"]["name"]), []).append(f"[{Path(name).stem}]({results}{name})")
+            for cell in document["cells"]:
+                label = attention_label(document["attention"][cell["attention"]])
+                key = ", ".join(filter(None, [label, trained])), cell["stage"], cell["length"]
+                table.setdefault(key, []).append((document, cell))
+    for (model_name, data), rows in tables.items():
+        cells = []
+        for (label, stage, length), found in sorted(rows.items(), key=lambda row: (row[0][2], row[0][0] != SOFTMAX)):
+            fastest = max(found, key=lambda each: each[0]["repetitions"])[1]
+            metrics = max(found, key=lambda each: each[0]["tokens"])[1]["metrics"]
+            cells.append({**fastest, "attention": label, "stage": stage, "length": length, "metrics": metrics})
+        documents_of = [document for found in rows.values() for document, _ in found]
+        tokens = max(document["tokens"] for document in documents_of)
+        yield Paragraph(f"**{model_name}** on {tokens:,} tokens of {data}, {measured_on(documents_of[0])}:")
+        yield context_table(cells, "")
+        yield Paragraph(f"From {', '.join(files[model_name, data])}.")
 
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
@@ -190,7 +236,13 @@ PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, an
     Path("README.md"): (f"{RESULTS}/", {"accuracy": scores, "speed": speed}),
     RESULTS / "README.md": (
         "",
-        {"accuracy": comparisons, "evaluations": evaluations, "speed": benchmarks, "studies": studies},
+        {
+            "accuracy": comparisons,
+            "evaluations": evaluations,
+            "contexts": contexts,
+            "speed": benchmarks,
+            "studies": studies,
+        },
     ),
     Path("docs/reference/upstream.md"): (f"../../{RESULTS}/", {"upstream": upstream}),
 }

@@ -134,7 +134,7 @@ def test_decode_writes_a_result(result):
     assert str(result["output"]) not in result["command"]
     assert result["attention"] == {name: resolve_config(name).to_dict() for name in mechanism_names()}
     cells = {(c["attention"], c["batch"], c["context"]) for c in result["cells"]}
-    names = ["softmax", *mechanism_names()]
+    names = ["softmax", decode.STATIC, *mechanism_names()]
     assert cells == {(name, batch, context) for name in names for batch in (1, 2) for context in (32, 64)}
     assert len(cells) == len(result["cells"])
     for cell in result["cells"]:
@@ -142,6 +142,7 @@ def test_decode_writes_a_result(result):
         assert 0 < spread["lower"] <= spread["median"] <= spread["upper"] and spread["count"] == 2
         assert cell["tokens_per_second"] == pytest.approx(1000 * cell["batch"] / spread["median"], rel=1e-3)
         assert cell["tokens_per_second_over_softmax"] == 1 or cell["attention"] != "softmax"
+        assert cell["tokens_per_second_over_static_cache"] == 1 or cell["attention"] != decode.STATIC
     assert (result["output"] / "decode.png").read_bytes().startswith(b"\x89PNG")
     for name in names:
         assert name in result["text"]
@@ -158,6 +159,7 @@ def test_bytes_of_caches(result):
         assert (longer > 0) == mechanism_class(resolve_config(name)).holds_all_keys
         assert held[name, 1, 64] == held[name, 2, 64] // 2
     assert held["softmax", 1, 64] == 2 * held["softmax", 1, 32]
+    assert held[decode.STATIC, 1, 64] == held["softmax", 1, 64] * 66 // 64  # with room for the tokens that are timed
 
 
 @pytest.mark.parametrize("name", ["softmax", *mechanism_names()])
@@ -187,10 +189,10 @@ def test_a_lengthened_cache_is_that_of_a_real_prompt(name):
         assert decode.softmax_bytes(model, batch, context) == 2 * batch * cost.softmax_memory
 
 
-@pytest.mark.parametrize("name", ["softmax", "fmm"])
+@pytest.mark.parametrize("name", ["softmax", decode.STATIC, "fmm"])
 def test_every_row_of_steps_starts_after_the_context(name):
-    model = tiny_gpt2() if name == "softmax" else patch_model(tiny_gpt2(), name)
-    decoder = Decoder(model, batch=2, context=40, tokens=3, seed=0)
+    model = patch_model(tiny_gpt2(), name) if name == "fmm" else tiny_gpt2()
+    decoder = Decoder(model, batch=2, context=40, tokens=3, seed=0, static=name == decode.STATIC)
     positions = []
     model.transformer.wpe.register_forward_pre_hook(lambda module, args: positions.append(args[0].flatten().tolist()))
     for _ in range(2):

@@ -8,7 +8,7 @@ from pathlib import Path
 import make_readme
 import pytest
 from support.commands import QUICK_OPS, run
-from support.documents import task
+from support.documents import BASE, shared, task
 
 from hf_rfattn.results import as_markdown, read_result, write_result
 
@@ -81,3 +81,43 @@ def test_evaluations_stand_beside_softmax(tmp_path):
     text = as_markdown(make_readme.evaluations(found, ""))
     assert "| softmax | 0.8 | 100.0 % | 10 | 1.00 × |" in text
     assert "| fmm, after 7 steps of transfer | 0.4 | 50.0 % | 30 | 3.00 × |" in text
+
+
+def test_evaluations_take_their_speed_from_the_benchmark_of_the_model():
+    """At their length, inference and training; scores are means over seeds."""
+    fmm = {"mechanism": "fmm"}
+    budget = {"budget": {"steps": 3, "max_length": 64}}
+    found = {f"{seed}.json": task(fmm, 0.4 + seed / 5, seed=seed, **budget) for seed in (0, 1)}
+    found["softmax.json"] = task("softmax", 0.8, **budget)
+    cell = {"length": 64, "samples_per_second": 17.0, "step_bytes": 2**20}
+    cells = [
+        {**cell, "attention": name, "training": training, "speed_over_softmax": speed}
+        for name, speeds in (("softmax", (1.0, 1.0)), ("fmm", (1.7, 1.5)))
+        for training, speed in zip((False, True), speeds, strict=True)
+    ]
+    found["bench.json"] = {"kind": "bench model", "model": {"name": BASE}, "attention": {"fmm": fmm}, "cells": cells}
+    text = as_markdown(make_readme.evaluations(found, ""))
+    assert "| softmax | 0.8 | 100.0 % | 17 | 1.00 × | 1.00 × | 1 MiB |" in text
+    assert "| fmm | 0.5 ± 0.14 | 62.5 % | 17 | 1.70 × | 1.50 × | 1 MiB |" in text
+
+
+def test_decoders_by_context_length():
+    """Perplexity of the most tokens, speed of the most repetitions; trained models beside their base."""
+    speed = {"prefill_tokens_per_second": 100.0, "ms_per_token": 50.0, "cache_bytes": 2**20}
+
+    def document(model, attention, value, tokens, repetitions, **changes):
+        name = "softmax" if attention == "softmax" else "own"
+        cell = {"attention": name, "stage": "before training", "length": 64, **speed, **changes}
+        cell["metrics"] = {"perplexity": {"value": value}}
+        about = {"model": model, "attention": {name: attention}, "tokens": tokens, "repetitions": repetitions}
+        return {**shared("bench lm"), **about, "dataset": {"name": "text"}, "cells": [cell]}
+
+    found = {
+        "a.json": document("me/base", "softmax", 20.0, 512, 1),
+        "b.json": document("me/base", "softmax", 99.0, 64, 3, ms_per_token=7.0),
+        "c.json": document("me/base, LoRA", {"mechanism": "fmm"}, 22.0, 512, 1),
+    }
+    text = as_markdown(make_readme.contexts(found, ""))
+    assert "**me/base** on 512 tokens of text" in text
+    assert "| softmax | 64 | 20 | 1.000 | 100 | 7 | 1 MiB |" in text
+    assert "| fmm, LoRA | 64 | 22 | 1.100 | 100 | 50 | 1 MiB |" in text

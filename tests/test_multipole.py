@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_rfattn import MultipoleConfig, build_mechanism
-from hf_rfattn.ops.multipole_choice import best_first, content_order, prefers_content
+from hf_rfattn.ops.multipole_choice import Sizes, best_first, content_code, moments, orders, prefers_content
 
 
 def draw(length, heads=4, head_dim=8, size=1.0):
@@ -86,20 +86,28 @@ def test_ties_go_to_the_first():
 
 
 def test_content_order_separates_clusters():
-    """Two clusters, mixed in position: no leaf holds tokens of both."""
-    cluster = torch.rand(3, 64) > 0.5
-    cluster[:, :32], cluster[:, 32:] = cluster[:, :32], ~cluster[:, :32]
-    y = torch.randn(3, 64, 8) + 20 * cluster.unsqueeze(-1)
-    order = content_order(y, None, torch.ones(3, dtype=torch.bool), 8, 0)
-    assert torch.equal(order.sort(dim=1).values, torch.arange(64).expand(3, 64))
-    leaves = cluster.gather(1, order).view(3, 8, 8).float().mean(-1)
-    assert ((leaves == 0) | (leaves == 1)).all()
+    """Two clusters, mixed in position: no block holds tokens of both."""
+    cluster = torch.rand(1, 3, 64) > 0.5
+    cluster[..., :32], cluster[..., 32:] = cluster[..., :32], ~cluster[..., :32]
+    y = torch.randn(1, 3, 64, 8) + 20 * cluster.unsqueeze(-1)
+    order, _ = orders(y, y, None, None, Sizes(8, 16, 2), "content", 1.0)
+    assert torch.equal(order.sort(dim=-1).values, torch.arange(64).expand(1, 3, 64))
+    blocks = cluster.gather(2, order).unflatten(2, (-1, 8)).float().mean(-1)
+    assert ((blocks == 0) | (blocks == 1)).all()
+
+
+def test_content_code_is_a_gray_code():
+    """Corners of a cube, in the order of their codes, differ in one coordinate from the one before."""
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3)
+    code = content_code(corners, torch.zeros(3), torch.tensor([3.0, 1.0, 2.0]))
+    assert sorted(code.tolist()) == list(range(8))
+    assert ((corners[code.argsort()].diff(dim=0) != 0).sum(-1) == 1).all()
 
 
 def test_auto_orders_diffuse_heads_by_content():
     q, k, _ = draw(64, heads=2)
     q[:, 1], k[:, 1] = 10 * q[:, 1], 10 * k[:, 1]
-    assert prefers_content(q, k, None, None, 8**-0.5).tolist() == [[True, False]] * 2
+    assert prefers_content(moments(q, None)[1], moments(k, None)[1], 8**-0.5).tolist() == [[True, False]] * 2
 
 
 def test_sequences_of_a_batch_get_the_sizes_they_get_alone():

@@ -7,6 +7,7 @@ hours on a CPU:
 - Softmax's time after n tokens depends on the size of its cache alone. A `DynamicCache` is filled with n random keys
   and values a layer. Every step then pays what it pays in `generate`: `torch.cat` copies keys and values of each layer
   to append one, and attention reads them.
+- A `StaticCache` has room for all tokens from the start: a step writes one row and copies nothing.
 - A patched layer's state has one size. It is made by a short prompt, and told that it has seen n tokens. If it holds
   all keys, it is filled with n random ones.
 
@@ -25,8 +26,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from ..integration.cache import RecurrentLayer
 from ..integration.discovery import find_attention
@@ -52,6 +53,7 @@ from .timing import Competitor, Spread, interleave, median_ratio, synchroniser, 
 
 PROMPT = 64  # tokens, or fewer, that make a state
 WARMUP = 1  # repetitions
+STATIC = f"{SOFTMAX}, static cache"
 
 Document = dict[str, Any]
 Progress = Callable[[float, str], Any]
@@ -79,6 +81,9 @@ def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: 
         models = share_weights(
             load_model(settings.model, length, kind=AutoModelForCausalLM, **place), attention, settings.seed
         )
+        static = StaticCache(models[SOFTMAX].config, max_cache_len=length)
+        if all(type(layer) is StaticLayer for layer in static.layers):
+            models = {SOFTMAX: models[SOFTMAX], STATIC: models[SOFTMAX], **models}
         cells: list[dict[str, Any]] = []
         timed_runs = (WARMUP + settings.repetitions) * len(models) * len(settings.contexts) * len(settings.batches)
         done = itertools.count(1)
@@ -104,10 +109,14 @@ def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: 
 class Decoder:
     """A model and a cache with `context` tokens in it."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, context: int, tokens: int, seed: int):
+    def __init__(
+        self, model: PreTrainedModel, batch: int, context: int, tokens: int, seed: int, *, static: bool = False
+    ):
         self.model, self.context, self.tokens = model, context, tokens
         self.generator = torch.Generator(model.device).manual_seed(seed)
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Any = DynamicCache(config=model.config)
+        if static:
+            self.cache = StaticCache(model.config, max_cache_len=context + tokens)
         self.mask = torch.ones(batch, context + tokens, dtype=torch.long, device=model.device)
         vocabulary = model.config.get_text_config().vocab_size
         shape = (batch, min(PROMPT, context - 1))
@@ -143,6 +152,9 @@ class Decoder:
                 old = getattr(layer, name)
                 new = old.new_empty(*old.shape[:2], self._kept(layer), old.shape[3])
                 setattr(layer, name, new.normal_(generator=self.generator))
+        elif type(layer) is StaticLayer:
+            for tensor in (layer.keys, layer.values):
+                tensor.normal_(generator=self.generator)  # type: ignore[union-attr]
         elif isinstance(layer, RecurrentLayer) and isinstance(layer.state, Context):
             layer.state.reset()
             shapes = ((*x.shape[:2], self.context - 1, x.shape[3]) for x in (layer.state.keys, layer.state.values))
@@ -159,6 +171,9 @@ class Decoder:
             layer.seen = self.context - 1
             if isinstance(layer.state, Context):
                 layer.state.count.fill_(self.context - 1)
+            return
+        if isinstance(layer, StaticLayer):
+            layer.cumulative_length.fill_(self.context - 1)  # type: ignore[attr-defined]
             return
         layer.keys = layer.keys[:, :, : self._kept(layer)].contiguous()
         layer.values = layer.values[:, :, : self._kept(layer)].contiguous()
@@ -184,9 +199,9 @@ def _measure_group(
     decoders, held = {}, {}
     for context in contexts:
         for name, model in models.items():
-            if name == SOFTMAX and skipped[context]:
+            if name in (SOFTMAX, STATIC) and skipped[context]:
                 continue
-            decoder = Decoder(model, batch, context, settings.tokens, settings.seed)
+            decoder = Decoder(model, batch, context, settings.tokens, settings.seed, static=name == STATIC)
             decoder.prepare()
             decoders[name, context] = decoder
             held[name, context] = cache_bytes(decoder.cache)
@@ -206,12 +221,14 @@ def _measure_group(
             if (name, context) not in decoders:
                 cell["skipped"] = skipped[context]
                 continue
-            own, softmax = seconds[name, context], seconds.get((SOFTMAX, context))
+            own = seconds[name, context]
+            softmax, static = (seconds.get((key, context)) for key in (SOFTMAX, STATIC))
             spread = Spread.of([1000 * s / settings.tokens for s in own])
             cell |= {
                 "ms_per_token": spread.to_dict(),
                 "tokens_per_second": rounded(1000 * batch / spread.median),
                 "tokens_per_second_over_softmax": None if softmax is None else rounded(median_ratio(softmax, own)),
+                "tokens_per_second_over_static_cache": None if static is None else rounded(median_ratio(static, own)),
                 "cache_bytes": held[name, context],
             }
     return cells
@@ -279,8 +296,13 @@ def _rows(result: Document, batch: int, text: Callable[[dict[str, Any]], str]) -
     cells = {(c["attention"], c["context"]): c for c in result["cells"] if c["batch"] == batch and "skipped" not in c}
     return [
         [name, *(text(cells[name, c]) if (name, c) in cells else "–" for c in result["contexts"])]
-        for name in [SOFTMAX, *result["attention"]]
+        for name in _names(result)
     ]
+
+
+def _names(result: Document) -> list[str]:
+    """Of the rows, in the order measured."""
+    return list(dict.fromkeys(cell["attention"] for cell in result["cells"]))
 
 
 def plot(result: Document) -> Any:
@@ -292,7 +314,7 @@ def plot(result: Document) -> Any:
     contexts, batches, model = result["contexts"], result["batches"], result["model"]
     figure = Figure(figsize=(4.6 * (len(batches) + 1), 5), layout="constrained")
     *left, right = figure.subplots(1, len(batches) + 1, squeeze=False)[0]
-    for name in [SOFTMAX, *result["attention"]]:
+    for name in _names(result):
         style = line_style(name)
         for axes, batch in zip(left, batches, strict=True):
             cells = [c for c in result["cells"] if (c["attention"], c["batch"]) == (name, batch) and "skipped" not in c]

@@ -1,9 +1,13 @@
 """Multipole attention: exact where keys matter, block means elsewhere; close to softmax without training.
 
 out_i = (Σ_{j chosen} exp(x_iᵀy_j) v_j + Σ_{b not chosen} n_b exp(x_iᵀȳ_b) v̄_b) / (the same without values), over blocks
-b of n_b keys with mean key ȳ_b and mean value v̄_b. The blocks that matter are chosen by a bound on the scores of their
-keys, by tiles of queries or, causal, by each query. The fast multipole method, with distance in content. Greengard and
-Rokhlin (1987), "A fast algorithm for particle simulations".
+b of n_b keys with mean key ȳ_b and mean value v̄_b. A tile of queries, or each query if causal, chooses the blocks with
+the largest likely score x_iᵀȳ_b + 3 ‖x_i‖ r_b / √D, where r_b is the root mean square distance of the keys to ȳ_b. The
+fast multipole method, with distance in content. Greengard and Rokhlin (1987), "A fast algorithm for particle
+simulations".
+
+Causal attention keeps all keys and values, as softmax does, and a sum of each for every block. Generating a token reads
+the sums and the exact keys only. Several tokens at once (prefill) score all keys and take as long as softmax or longer.
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ count one by one. Every other block b counts as its n_b keys at their mean key, 
 
     out_i = (Σ_{j chosen} exp(x_i·y_j) v_j + Σ_{b not chosen} n_b exp(x_i·ȳ_b) v̄_b) / (the same sums without values).
 
-With all blocks chosen it is softmax. Near and far part are softmax attention each, merged by their log-sum-exp.
+With all blocks chosen it is softmax.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .autograd import gradients_of
 from .linear import compute_dtype
-from .multipole_choice import Order, Sizes, choose_blocks, inverse, orders, take
-from .softmax import attend, exp_of_difference, merge
+from .multipole_choice import SUBTILES, Order, Sizes, choose_blocks, inverse, orders, radius_of, take
+from .softmax import LOG2_E, SOME, exp2_of_difference_
 from .tiles import BLOCK, OTHER_BLOCK, from_tiles, into_tiles, traced
 
 
@@ -35,8 +35,8 @@ def multipole_attention(
 
     Queries `[B, H, Lq, D]`, keys `[B, Hkv, Lk, D]`, values `[B, Hkv, Lk, Dv]`; `key_mask` `[B, Lk]`: True for keys that
     exist, and if Lq = Lk for queries that exist. Blocks and tiles count tokens that exist, by position or by content
-    (a k-d tree), "auto" by a rule for each head (`prefers_content`). Time O(L · (exact keys + L / block) · D), memory
-    O(L · D) and, for some tiles at a time, O(tile · L / block); in backward too.
+    (`content_code`), "auto" by a rule for each head (`prefers_content`). Time O(L · (exact keys + L / block) · D),
+    memory O(L · D) and, for some tiles at a time, O(tile · L / block); in backward too.
     """
     dtype, heads = compute_dtype(q), k.shape[1]
     x, y, u = (z.to(dtype) for z in (q, k, v))
@@ -90,14 +90,6 @@ class _Blocks(NamedTuple):
         least = count.clamp(min=1).unsqueeze(-1)
         return _Blocks(y, u, seen, count, y.sum(2) / least, u.sum(2) / least)
 
-    def corners(self) -> tuple[Tensor, Tensor]:
-        """Least and largest coordinates of each block `[N, B, D]`."""
-        y = self.y.detach()
-        if self.seen is None:
-            return y.amin(2), y.amax(2)
-        hidden = ~self.seen.unsqueeze(-1)
-        return y.masked_fill(hidden, torch.inf).amin(2), y.masked_fill(hidden, -torch.inf).amax(2)
-
     def near(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values `[N, T, t · c, D]` of the chosen blocks, and a bias `[N, T, 1, t · c]` that hides empty
         places.
@@ -118,8 +110,8 @@ class _Blocks(NamedTuple):
         return (chosen + start[:, None, None]).flatten()
 
     def far_bias(self, chosen: Tensor) -> Tensor:
-        """`[N, T, 1, B]`: log n_b, -inf for chosen blocks."""
-        bias = self.keys.log().unsqueeze(1).expand(-1, chosen.shape[1], -1)
+        """`[N, T, 1, B]`: log₂ n_b, -inf for chosen blocks."""
+        bias = self.keys.log2().unsqueeze(1).expand(-1, chosen.shape[1], -1)
         return bias.scatter(2, chosen, -torch.inf).unsqueeze(2)
 
 
@@ -133,43 +125,66 @@ def _attention(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor
 
 def _at_once(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
     """All tiles in plain operations, for compilers and second derivatives."""
-    blocks = _Blocks.of(y, u, seen)
-    chosen = choose_blocks(
-        tiles.detach(), counted, *blocks.corners(), min(sizes.chosen, y.shape[1]), sizes.first, scale
-    )
-    return _of_blocks(tiles, blocks, chosen, scale)[0]
+    chosen = _choose(tiles, counted, y, seen, sizes, scale)
+    return _of_blocks(tiles, _Blocks.of(y, u, seen), chosen, scale)[0]
+
+
+def _choose(tiles, counted, y, seen, sizes: Sizes, scale: float) -> Tensor:
+    """The choice of all tiles `[N, T, t]`."""
+    tiles, count = tiles.detach(), min(sizes.chosen, y.shape[1])
+    blocks = _Blocks.of(y.detach(), y.detach()[..., :0], seen)
+    radius = radius_of(blocks.y.square().sum((2, 3)) / blocks.keys.clamp(min=1), blocks.mean_y)
+    radius = radius.masked_fill_(blocks.keys == 0, -torch.inf)
+    if traced():
+        return choose_blocks(tiles, counted, blocks.mean_y, radius, count, sizes.first, scale)
+    chosen = torch.empty(*tiles.shape[:2], count, dtype=torch.long, device=y.device)
+    for n, slabs in _chunks(tiles, max(SUBTILES * y.shape[1], tiles[0, 0].numel())):
+        for t in slabs:
+            votes = None if counted is None else counted[n, t]
+            chosen[n, t] = choose_blocks(tiles[n, t], votes, blocks.mean_y[n], radius[n], count, sizes.first, scale)
+    return chosen
 
 
 def _of_blocks(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp `[N, T, C, 1]` of some tiles, by the keys of the chosen blocks and the means of others."""
-    T = tiles.shape[1]
+    """Output and log-sum-exp (base 2) `[N, T, C, 1]` of some tiles, by the keys of the chosen blocks and the means of
+    the others.
+    """
+    x = tiles * (scale * LOG2_E)
     near_y, near_u, bias = blocks.near(chosen)
-    near = attend(tiles, near_y, near_u, bias, scale)
-    mean_y, mean_u = (z.unsqueeze(1).expand(-1, T, -1, -1) for z in (blocks.mean_y, blocks.mean_u))
-    return merge(near, attend(tiles, mean_y, mean_u, blocks.far_bias(chosen), scale))
+    near, far = x @ near_y.mT, (x.flatten(1, 2) @ blocks.mean_y.mT).view(*x.shape[:3], -1)
+    far.add_(blocks.far_bias(chosen))
+    if bias is not None:
+        near.add_(bias)
+    largest = torch.maximum(*(z.detach().amax(-1, keepdim=True) for z in (near, far)))
+    near, far = exp2_of_difference_(near, largest), exp2_of_difference_(far, largest)
+    total = (near.sum(-1, keepdim=True) + far.sum(-1, keepdim=True)).clamp(min=SOME)
+    out = (far.flatten(1, 2) @ blocks.mean_u).view(*x.shape[:3], -1)
+    return (out + near @ near_u) / total, largest + total.log2()
 
 
-def _chunks(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, list[slice]]]:
-    """Sequences to be worked on at a time, and tiles of them: their exact keys, and scores, stay in a CPU's caches."""
-    N, T, C, D = tiles.shape
-    numbers = max(sizes.chosen * sizes.block * D, C * blocks)
+def _chunks(tiles: Tensor, numbers: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Sequences to be worked on at a time, and tiles of them: what is computed of them, `numbers` a tile, stays in a
+    CPU's caches.
+    """
+    N, T = tiles.shape[:2]
     at_once = max(BLOCK.get(tiles.device.type, OTHER_BLOCK) // numbers, 1)
     rows, columns = max(at_once // T, 1), min(at_once, T)
     for n in range(0, N, rows):
         yield slice(n, n + rows), [slice(t, t + columns) for t in range(0, T, columns)]
 
 
+def _slabs(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, list[slice]]]:
+    C, D = tiles.shape[2:]
+    return _chunks(tiles, max(sizes.chosen * sizes.block * D, C * blocks))
+
+
 def _forward(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp and choice of all tiles."""
-    count = min(sizes.chosen, y.shape[1])
     out, lse = (tiles.new_empty(*tiles.shape[:3], size) for size in (u.shape[3], 1))
-    chosen = torch.empty(*tiles.shape[:2], count, dtype=torch.long, device=y.device)
-    for n, slabs in _chunks(tiles, y.shape[1], sizes):
+    chosen = _choose(tiles, counted, y, seen, sizes, scale)
+    for n, slabs in _slabs(tiles, y.shape[1], sizes):
         blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
-        corners = blocks.corners()
         for t in slabs:
-            votes = None if counted is None else counted[n, t]
-            chosen[n, t] = choose_blocks(tiles[n, t], votes, *corners, count, sizes.first, scale)
             out[n, t], lse[n, t] = _of_blocks(tiles[n, t], blocks, chosen[n, t], scale)
     return out, lse, chosen
 
@@ -191,11 +206,11 @@ class _MultipoleAttention(torch.autograd.Function):
             arguments = (tiles, counted, y, u, seen, ctx.sizes, ctx.scale)
             return *gradients_of(_at_once, arguments, [grad])[:5], None, None
         d_tiles, d_y, d_u = torch.empty_like(tiles), torch.zeros_like(y), torch.zeros_like(u)
-        for n, slabs in _chunks(tiles, y.shape[1], ctx.sizes):
+        for n, slabs in _slabs(tiles, y.shape[1], ctx.sizes):
             blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
             far = torch.zeros_like(blocks.mean_y), torch.zeros_like(blocks.mean_u)
             for t in slabs:
-                x, g, offset = tiles[n, t] * ctx.scale, grad[n, t], lse[n, t]
+                x, g, offset = tiles[n, t] * (ctx.scale * LOG2_E), grad[n, t], lse[n, t]
                 delta = (g * out[n, t]).sum(-1, keepdim=True)
                 near_y, near_u, bias = blocks.near(chosen[n, t])
                 dx, *near = _gradients(x, near_y, near_u, bias, offset, delta, g)
@@ -212,6 +227,7 @@ class _MultipoleAttention(torch.autograd.Function):
             count = blocks.keys.clamp(min=1).unsqueeze(-1)
             for total, part in zip((d_y[n], d_u[n]), far, strict=True):
                 total += (part / count).unsqueeze(2)
+            d_y[n] /= LOG2_E  # the queries were multiplied by it
         if seen is not None:
             d_y, d_u = (z.masked_fill_(~seen.unsqueeze(-1), 0) for z in (d_y, d_u))
         return d_tiles, None, d_y, d_u, None, None, None
@@ -224,6 +240,6 @@ def _gradients(x, y, u, bias, lse, delta, grad) -> tuple[Tensor, Tensor, Tensor]
     scores = x @ y.mT
     if bias is not None:
         scores.view(*bias.shape[:2], -1, bias.shape[3]).add_(bias)
-    weights = exp_of_difference(scores, lse)
+    weights = exp2_of_difference_(scores, lse)
     d_scores = (grad @ u.mT).sub_(delta).mul_(weights)
     return d_scores @ y, d_scores.mT @ x, weights.mT @ grad

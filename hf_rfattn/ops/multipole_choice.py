@@ -9,13 +9,14 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .tiles import traced
 
 SUBTILES = 4  # votes of a tile: as good as one vote for each query, at a fraction of the cost
+DEVIATIONS = 3.0  # above the mean score of a block: 2 and 4 choose nearly as well
 SAMPLE = 4  # every so many tokens tell the variances of all
+BITS = 16  # of the code of a token's content, at most 16
 SPREAD = 8.0  # heads whose queries and keys spread less than this are ordered by content
 
 
@@ -53,74 +54,79 @@ def _unique(scores: Tensor) -> Tensor:
     if scores.dtype == torch.float64:  # exactly, where nobody is in a hurry
         return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).neg()
     bits = scores.to(torch.float32).contiguous().view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return bits * 2**32 - torch.arange(scores.shape[-1], device=scores.device)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats rise when they fall
+    return bits.long().mul_(2**32).sub_(torch.arange(scores.shape[-1], device=scores.device))
 
 
 @torch.no_grad()
 def choose_blocks(
-    tiles: Tensor, counted: Tensor | None, low: Tensor, high: Tensor, count: int, first: int, scale: float
+    tiles: Tensor, counted: Tensor | None, mean_y: Tensor, radius: Tensor, count: int, first: int, scale: float
 ) -> Tensor:
     """Numbers `[N, T, count]` of the blocks that each tile of queries sees exactly.
 
-    `tiles` `[N, T, C, D]`; `counted` `[N, T, C, 1]` tells which of these queries vote. `low` and `high` `[N, B, D]`:
-    least and largest coordinates of the keys of each block, +inf and -inf in a block without keys. The `first` blocks
-    are always chosen, the others by the bound u_b(x) = Σ_d max(x_d high_bd, x_d low_bd) ≥ max_{j∈b} x·y_j: each
-    quarter of a tile votes with the softmax over blocks of its mean bound, and the largest vote counts.
-    O(T · B · D).
+    `tiles` `[N, T, C, D]`; `counted` `[N, T, C, 1]` tells which of these queries vote. `mean_y` `[N, B, D]` and
+    `radius` `[N, B]` of each block, see `radius_of`. The `first` blocks are always chosen, the others by
+    `likely_largest`: each quarter of a tile votes with the softmax over blocks of its mean, and the largest vote
+    counts. O(T · B · D).
     """
     parts = tiles.unflatten(2, (SUBTILES, -1))
+    norm = parts.norm(dim=-1, keepdim=True)
     if counted is None:
-        positive, negative = parts.clamp(min=0).mean(3), parts.clamp(max=0).mean(3)
+        x, norm = parts.mean(3), norm.mean(3)
     else:
         votes = counted.unflatten(2, (SUBTILES, -1)).to(tiles.dtype)
-        total = votes.sum(3).clamp(min=1)
-        positive, negative = ((parts.clamp(**side) * votes).sum(3) / total for side in ({"min": 0}, {"max": 0}))
-    bounds = bound(torch.cat([positive, negative], dim=-1).flatten(1, 2) * scale, low, high)
-    bounds = (bounds - bounds.logsumexp(-1, keepdim=True)).unflatten(1, (-1, SUBTILES))
+        x, norm = ((z * votes).sum(3) / votes.sum(3).clamp(min=1) for z in (parts, norm))
+    unit = scale / math.log(2)
+    x, norm = (x * unit).flatten(1, 2), (norm * unit).flatten(1, 2)
+    scores = likely_largest(x @ mean_y.mT, norm, radius, tiles.shape[3])
+    scores = (scores - _log2_sum_exp2(scores)).unflatten(1, (-1, SUBTILES))
     if counted is not None:
-        bounds = bounds.masked_fill(~counted.unflatten(2, (SUBTILES, -1)).any(3), -torch.inf)
-    return best_first(_with_first(bounds.amax(2), first), count)
-
-
-def bound(parts: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """u_b(x) `[..., Q, B]` from positive and negative parts of x `[..., Q, 2D]`; -inf for blocks without keys."""
-    empty = high[..., 0] < low[..., 0]
-    positive, negative = parts.chunk(2, dim=-1)
-    bounds = positive @ high.mT + negative @ low.mT
-    return bounds.masked_fill(empty.unsqueeze(-2), torch.finfo(parts.dtype).min)
-
-
-def _with_first(scores: Tensor, first: int) -> Tensor:
+        scores = scores.masked_fill(~counted.unflatten(2, (SUBTILES, -1)).any(3), -torch.inf)
     number = torch.arange(scores.shape[-1], device=scores.device)
-    return scores.masked_fill(number < first, torch.inf)
+    return best_first(scores.amax(2).masked_fill_(number < first, torch.inf), count)
 
 
-class Choice(NamedTuple):
-    """What causal queries see; N is the number of blocks."""
+def _log2_sum_exp2(x: Tensor) -> Tensor:
+    largest = x.amax(-1, keepdim=True)
+    return largest + (x - largest).exp2_().sum(-1, keepdim=True).log2()
 
-    own: Tensor  # [B, 1, R, 1], block of the last key that each query sees
-    between: Tensor  # [B, 1, R, N], blocks that can be chosen
-    chosen: Tensor  # [B, K, R, t]
-    far: Tensor  # [B, K, R, N], log of the number of keys of blocks that count as means, else -inf
+
+def radius_of(mean_square: Tensor, mean: Tensor) -> Tensor:
+    """Root of the mean squared distance of keys to their mean: `[...]`, from the mean of their squared norms `[...]`
+    and their mean `[..., D]`.
+    """
+    return (mean_square - mean.square().sum(-1)).clamp(min=0).sqrt()
+
+
+def likely_largest(scores: Tensor, norm: Tensor, radius: Tensor, dim: int) -> Tensor:
+    """What the largest score of a query with a key of a block may be: `[..., Q, B]` from its score with the mean key.
+
+    If the keys scatter alike in all directions, their scores have a standard deviation of ‖x‖ · radius / √D, and this
+    is `DEVIATIONS` of them above the mean. `norm` `[..., Q, 1]` of the queries; `radius` `[..., B]`, -inf for a block
+    without keys.
+    """
+    return scores + norm.clamp(min=1e-30) * (radius * (DEVIATIONS / math.sqrt(dim))).unsqueeze(-2)
 
 
 @torch.no_grad()
-def choose_for_each(x: Tensor, rank: Tensor, low: Tensor, high: Tensor, sizes: CausalSizes) -> Choice:
-    """The choice of each causal query for itself, by the same bound.
+def choose_for_each(
+    x: Tensor, rank: Tensor, scores: Tensor, radius: Tensor, sizes: CausalSizes
+) -> tuple[Tensor, Tensor]:
+    """The choice of each causal query for itself, by the same rule: its exact blocks `[B, K, R, t]`, and a bias `[B,
+    K, R, N]` for the means of all N blocks, the log of the number of keys of those that count as means, else -inf.
 
     Queries `[B, K, R, D]` carry the scale; each sees `rank` `[B, 1, R]` keys before the last one it sees, -1 if none.
-    `low` and `high` `[B, K, N, D]` as in `choose_blocks`. Between the first and the local blocks all have `sizes.block`
-    keys.
+    `scores` `[B, K, R, N]` with the mean keys, `radius` `[B, K, N]`. The exact blocks are the first, the local and the
+    chosen ones; a query that sees fewer gets some that come after its own block, in which it sees no key.
     """
-    number = torch.arange(low.shape[2], device=x.device)
-    own = rank.div(sizes.block, rounding_mode="floor").unsqueeze(-1)
-    between = (number >= sizes.first) & (number < own - sizes.local)
-    bounds = bound(torch.cat([x.clamp(min=0), x.clamp(max=0)], dim=-1), low.to(x.dtype), high.to(x.dtype))
-    bounds = bounds.masked_fill(~between, torch.finfo(x.dtype).min)
-    chosen = best_first(bounds, min(sizes.chosen, low.shape[2]))
-    far = torch.full_like(bounds, math.log(sizes.block)).masked_fill(~between, -torch.inf)
-    return Choice(own, between, chosen, far.scatter(3, chosen, -torch.inf))
+    number = torch.arange(radius.shape[2], device=x.device)
+    own = rank.div(sizes.block, rounding_mode="floor").unsqueeze(-1)  # block of the last key that each query sees
+    bounds = likely_largest(scores, x.norm(dim=-1, keepdim=True), radius, x.shape[3])
+    bounds = bounds.masked_fill_((number < sizes.first) | (number >= own - sizes.local), torch.inf)
+    bounds = bounds.masked_fill_(number > own, -torch.inf)
+    exact = best_first(bounds, min(sizes.first + sizes.chosen + sizes.local + 1, radius.shape[2]))
+    far = torch.full_like(bounds, math.log(sizes.block)).masked_fill_(number > own, -torch.inf)
+    return exact, far.scatter_(3, exact, -torch.inf)
 
 
 @torch.no_grad()
@@ -138,23 +144,41 @@ def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tu
         None if seen is None else seen.expand(B, z.shape[1], -1).gather(2, o)
         for z, seen, o in ((y, y_seen, y_order), (x, x_seen, x_order))
     )
+    x_moments, y_moments = (moments(z, seen) for z, seen in ((x, x_seen), (y, y_seen)))
     content = torch.ones(B, heads, dtype=torch.bool, device=x.device)
     if order == "auto":
-        some: list[Any] = [None if z is None else z[:, :, ::SAMPLE] for z in (x, y, x_seen, y_seen)]
-        content = prefers_content(some[0], some[1], some[2], some[3], scale)
-    if not traced() and not content.any():
-        return y_order, x_order
+        content = prefers_content(x_moments[1], y_moments[1], scale)
+        if not traced() and not content.any():
+            return y_order, x_order
 
-    def by_content(z: Tensor, seen: Tensor | None, before: Tensor | None, leaf: int, first: int) -> Tensor:
-        which = content.repeat_interleave(z.shape[1] // heads, 1).flatten()
-        seen = None if seen is None else seen.flatten(0, 1)
-        found = content_order(z.flatten(0, 1), seen, which, leaf, first).view(z.shape[:3])
+    def by_content(z, seen, z_moments, before, first: int) -> Tensor:
+        which = content.repeat_interleave(z.shape[1] // heads, 1).unsqueeze(-1)
+        number = torch.arange(z.shape[2], device=z.device)
+        code = torch.where(which & (number >= first), content_code(z, *z_moments), number - z.shape[2])
+        if seen is not None:
+            code = code.masked_fill(~seen, 2**BITS)
+        found = code.argsort(dim=2, stable=True)
         return found if before is None else before.gather(2, found)
 
-    return (
-        by_content(y, y_seen, y_order, sizes.block, sizes.first * sizes.block),
-        by_content(x, x_seen, x_order, sizes.tile, 0),
-    )
+    first = sizes.first * sizes.block
+    return by_content(y, y_seen, y_moments, y_order, first), by_content(x, x_seen, x_moments, x_order, 0)
+
+
+def content_code(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """A number `[..., L]` for each token `[..., L, D]`; tokens with similar numbers are near in content.
+
+    It tells on which side of the mean a token lies in the `BITS` coordinates of the largest variance, read as a Gray
+    code: tokens with consecutive numbers differ in one side. `mean` and `variance` `[..., D]`.
+    """
+    bits = min(BITS, x.shape[-1])
+    largest = variance.argsort(dim=-1, descending=True, stable=True)[..., :bits].unsqueeze(-2)
+    middle = mean + 1e-3 * variance.sqrt()  # not just the mean, at which rounded numbers may lie
+    sides = x.gather(-1, largest.expand(*x.shape[:-1], -1)) > middle.unsqueeze(-2).gather(-1, largest)
+    weights = 2.0 ** torch.arange(bits - 1, -1, -1, device=x.device, dtype=x.dtype)
+    gray = (sides.to(x.dtype) @ weights).to(torch.int32)
+    for shift in (8, 4, 2, 1):
+        gray = gray ^ (gray >> shift)
+    return gray
 
 
 def take(x: Tensor, order: Tensor | None) -> Tensor:
@@ -187,94 +211,27 @@ class _Permute(torch.autograd.Function):
         return _Permute.apply(grad, inverse(ctx.saved_tensors[0])), None
 
 
-@torch.no_grad()
-def prefers_content(x: Tensor, y: Tensor, x_seen: Tensor | None, y_seen: Tensor | None, scale: float) -> Tensor:
+def prefers_content(x_variance: Tensor, y_variance: Tensor, scale: float) -> Tensor:
     """`[B, K]`, True for key heads whose tokens are better ordered by content than by position.
 
-    Queries `[B, H, Lq, D]` and keys `[B, K, Lk, D]`, all or a sample; `x_seen` and `y_seen` `[B, 1 or H, L]`: those
-    that count. Where they spread widely, scores are sharp and mostly local, and neighbours in the text share their
-    keys. Where they spread little, attention is diffuse, and blocks of similar keys have better means. The spread is
-    the geometric mean of both total variances, in units of the scores.
+    By the variances of queries `[B, H, D]` and keys `[B, K, D]`. Where they spread widely, scores are sharp and mostly
+    local, and neighbours in the text share their keys. Where they spread little, attention is diffuse, and blocks of
+    similar keys have better means. The spread is the geometric mean of both total variances, in units of the scores.
     """
-    spread_x = _variances(x, x_seen).sum(-1).unflatten(1, (y.shape[1], -1)).mean(-1)
-    return (spread_x * _variances(y, y_seen).sum(-1)).sqrt() * scale < SPREAD
+    spread = x_variance.sum(-1).unflatten(1, (y_variance.shape[1], -1)).mean(-1)
+    return (spread * y_variance.sum(-1)).sqrt() * scale < SPREAD
 
 
-def _variances(x: Tensor, seen: Tensor | None) -> Tensor:
-    """Variance of each coordinate: `[..., L, D]` → `[..., D]`."""
+def moments(x: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance `[..., D]` of each coordinate of tokens `[..., L, D]`, of every `SAMPLE`-th of them; `seen`
+    `[..., L]`: those that count.
+    """
+    x = x[..., ::SAMPLE, :]
     if seen is None:
-        return (x.square().mean(-2) - x.mean(-2).square()).clamp(min=0)
-    one = seen.to(x.dtype).unsqueeze(-1)
-    count = one.sum(-2).clamp(min=1)
-    x = x.masked_fill(~seen.unsqueeze(-1), 0)
-    return (x.square().sum(-2) / count - (x.sum(-2) / count).square()).clamp(min=0)
-
-
-@torch.no_grad()
-def content_order(y: Tensor, seen: Tensor | None, which: Tensor, leaf: int, first: int) -> Tensor:
-    """Positions `[N, L]` of tokens `[N, L, D]` such that each run of `leaf` of them is near in content.
-
-    A k-d tree: all tokens are halved by their coordinate of the largest variance, the halves by the next one, until
-    `leaf` tokens are left. Tokens that exist (`seen` `[N, L]`, which must come first) are before the others, and the
-    `first` of them stay before all. Sequences that `which` `[N]` does not name stay as they are. O(L · log L).
-    """
-    return (_content_order if traced() else _tree)(y.detach(), seen, which, leaf, first)
-
-
-def _tree(y: Tensor, seen: Tensor | None, which: Tensor, leaf: int, first: int) -> Tensor:
-    N, L, D = y.shape
-    levels = math.ceil(math.log2(max(-(-L // leaf), 1)))
-    slots = torch.arange(L, device=y.device).expand(N, L).clone()
-    if levels == 0 or N == 0:
-        return slots
-    variances = _variances(y[:, ::SAMPLE], None if seen is None else seen[:, ::SAMPLE])
-    dims = variances.argsort(dim=1, descending=True, stable=True)[:, : min(levels, D)]
-    columns = y.gather(2, dims[:, None].expand(-1, L, -1))[which].mT.clone()  # [W, levels, L]
-    if seen is not None:
-        columns.masked_fill_(~seen[which].unsqueeze(1), torch.inf)
-    columns[:, :, :first] = columns[:, :, :first].where(columns[:, :, :first] == torch.inf, -torch.inf)
-    own_levels = torch.full((columns.shape[0],), levels, device=y.device)
-    if seen is not None:  # hidden tokens fill the right half of the upper levels, where nothing is to be decided
-        leaves = -(-seen[which].sum(1) // leaf)
-        own_levels = leaves.clamp(min=1).double().log2().ceil().long()
-    found = _halve(F.pad(columns, (0, leaf * 2**levels - L), value=torch.inf), levels, own_levels)
-    slots[which] = found if found.shape[1] == L else found[found < L].view(-1, L)  # padding was in the last leaves
-    return slots
-
-
-def _halve(columns: Tensor, levels: int, own_levels: Tensor) -> Tensor:
-    """Leaves of the tree one after the other: slots `[W, S]` from coordinates `[W, levels, S]`, S = leaf · 2^levels.
-
-    The tokens of a sequence fill the left `own_levels` `[W]` of the tree.
-    """
-    W, dims, size = columns.shape
-    keys = -_unique(-columns)  # all different
-    slots = torch.arange(size, device=columns.device).expand(W, size)
-    for level in range(levels):
-        column = (level - levels + own_levels).clamp(min=0) % dims
-        key = keys[torch.arange(W, device=keys.device), column].gather(1, slots).view(-1, size >> level)
-        sides = [key.topk(key.shape[1] // 2, dim=1, largest=large, sorted=False).indices for large in (False, True)]
-        slots = slots.reshape(key.shape).gather(1, torch.cat(sides, dim=1)).view(W, size)
-    return slots.view(W, 2**levels, -1).sort(dim=2).values.view(W, size)
-
-
-@torch.library.custom_op("hf_rfattn::content_order", mutates_args=())
-def _content_order(y: Tensor, seen: Tensor | None, which: Tensor, leaf: int, first: int) -> Tensor:
-    """For compilers: the depth of the tree depends on the length."""
-    return _tree(y, seen, which, leaf, first)
-
-
-@_content_order.register_fake
-def _(y, seen, which, leaf, first):
-    return torch.empty(y.shape[:2], dtype=torch.long, device=y.device)
-
-
-@_content_order.register_vmap
-def _(info, in_dims, y, seen, which, leaf, first):
-    def flat(x: Tensor | None, dim: int | None) -> Tensor | None:
-        if x is None:
-            return None
-        return (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-
-    found = _content_order(*map(flat, (y, seen, which), in_dims[:3]), leaf, first)
-    return found.unflatten(0, (info.batch_size, -1)), 0
+        mean, square = x.mean(-2), x.square().mean(-2)
+    else:
+        seen = seen[..., ::SAMPLE]
+        count = seen.sum(-1, keepdim=True).clamp(min=1)
+        x = x.masked_fill(~seen.unsqueeze(-1), 0)
+        mean, square = x.sum(-2) / count, x.square().sum(-2) / count
+    return mean, (square - mean.square()).clamp(min=0)

@@ -3,7 +3,16 @@
 import torch
 from torch import Tensor
 
-from .multipole_choice import CausalSizes, Order, Sizes, choose_blocks, choose_for_each, inverse, orders, take
+from .multipole_choice import (
+    CausalSizes,
+    Order,
+    Sizes,
+    choose_blocks,
+    choose_for_each,
+    inverse,
+    orders,
+    take,
+)
 from .tiles import into_tiles
 
 
@@ -76,8 +85,8 @@ def multipole_weights(x: Tensor, y: Tensor, sizes: Sizes, order: Order, seen: Te
 
     tiles = into_tiles(take(x, x_order), sizes.tile, heads)[0]  # [H, T, C, D]
     counted = into_tiles(x_seen.expand(1, heads, -1).gather(2, x_order).unsqueeze(-1), sizes.tile, heads)[0]
-    low, high = _corners(y[0], member)
-    chosen = choose_blocks(tiles, counted, low, high, min(sizes.chosen, len(number)), sizes.first, 1.0)
+    means, radius = _means(y[0], member)
+    chosen = choose_blocks(tiles, counted, means, radius, min(sizes.chosen, len(number)), sizes.first, 1.0)
     near = torch.zeros(*chosen.shape[:2], len(number), device=x.device).scatter(2, chosen, 1.0)
     near = near.bool().gather(1, tile[0].unsqueeze(-1).expand(-1, -1, len(number)))  # [H, Lq, B]
     if x.shape[2] == y.shape[2]:
@@ -91,28 +100,31 @@ def causal_multipole_weights(x: Tensor, y: Tensor, sizes: CausalSizes, seen: Ten
     rank = seen.long().cumsum(0) - 1
     number = torch.arange(-(-y.shape[1] // sizes.block), device=y.device)
     member = ((rank // sizes.block == number[:, None]) & seen).expand(y.shape[0], -1, -1)
-    low, high = _corners(y[None], member[None])
-    choice = choose_for_each(x[None], rank[None, None], low, high, sizes)
-    far = choice.far[0] > -torch.inf  # [H, L, B]
+    means, radius = _means(y, member)
+    _, far = choose_for_each(x[None], rank[None, None], (x @ means.mT)[None], radius[None], sizes)
+    far = far[0] > -torch.inf  # [H, L, B]
     allowed = (rank <= rank[:, None]) & seen  # key j exists and is not later than query i
     return _near_and_far(x, y, member, ~far, far, allowed)
 
 
-def _corners(y: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest coordinates of the keys of each block: `[..., L, D]`, `[..., B, L]` → `[..., B, D]`."""
-    keys, member = y.detach().unsqueeze(-3), member.unsqueeze(-1)
-    return keys.where(member, torch.inf).amin(-2), keys.where(member, -torch.inf).amax(-2)
+def _means(y: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean key and radius of each block: `[H, L, D]`, `[H, B, L]` → `[H, B, D]`, `[H, B]`."""
+    one = member.to(y.dtype)
+    count = one.sum(2)
+    means = (one @ y) / count.clamp(min=1).unsqueeze(-1)
+    distances = (y.unsqueeze(1) - means.unsqueeze(2)).square().sum(-1)  # [H, B, L]
+    radius = ((one * distances).sum(2) / count.clamp(min=1)).sqrt()
+    return means, radius.masked_fill(count == 0, -torch.inf)
 
 
 def _near_and_far(x, y, member: Tensor, near: Tensor, far: Tensor, allowed: Tensor | None = None) -> Tensor:
     """Keys of near blocks count one by one, far blocks as so many keys at their mean: `near`, `far` `[H, Lq, B]`."""
-    one = member.to(y.dtype)
+    one, (means, _) = member.to(y.dtype), _means(y, member)
     count = one.sum(2)
     exact = near.to(y.dtype) @ one > 0
     if allowed is not None:
         exact = exact & allowed
     far = far & (count > 0).unsqueeze(1)
-    means = (one @ y) / count.clamp(min=1).unsqueeze(-1)
     scores = torch.cat([x @ y.mT, x @ means.mT + count.clamp(min=1).log().unsqueeze(1)], dim=-1)
     weights = masked_softmax(scores, torch.cat([exact, far], dim=-1))
     keys, blocks = weights.split([y.shape[1], means.shape[1]], dim=-1)

@@ -75,7 +75,7 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 SOME = 2.0**-20  # below any sum of weights the largest of which is one, so that a sum of none can be divided by
 _LEAST = -8e37  # in place of an offset of -inf: it can be scaled, and subtracted from -inf
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def exp_of_difference(log: Tensor, offset: Tensor) -> Tensor:
@@ -84,7 +84,12 @@ def exp_of_difference(log: Tensor, offset: Tensor) -> Tensor:
     By powers of two: torch computes exponentials of e at half the speed on a CPU, and at a fortieth where they
     underflow, as those of real heads do.
     """
-    return torch.add(offset.clamp(min=_LEAST) * -_LOG2_E, log, alpha=_LOG2_E).exp2_()
+    return torch.add(offset.clamp(min=_LEAST) * -LOG2_E, log, alpha=LOG2_E).exp2_()
+
+
+def exp2_of_difference_(log2: Tensor, offset: Tensor) -> Tensor:
+    """2 to the power of log2 - offset, in place, zero where log2 is -inf."""
+    return log2.sub_(offset.clamp(min=_LEAST)).exp2_()
 
 
 def softmax_attention(
