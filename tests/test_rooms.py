@@ -34,7 +34,7 @@ ROOMS = [
     "__main__",
 ]
 TORCH_ALONE = ("ops", "features", "mrf", "mechanisms")
-FOR_RECIPES = ("results", "bench")  # besides the public names of hf_rfattn
+FOR_RECIPES = ("results", "bench", "study")  # besides the public names of hf_rfattn
 
 
 def module_name(path):

@@ -87,11 +87,8 @@ class LearnedPositiveFeatures(LogLinearFeatures):
         antithetic: bool = False,
     ):
         super().__init__()
-        self.num_features = num_features
-        self.antithetic = antithetic
-        self.seed = seed
-        self.kind: Projection = projection
-        self.hadamard_blocks = hadamard_blocks
+        self.num_features, self.seed, self.antithetic = num_features, seed, antithetic
+        self.kind, self.hadamard_blocks = projection, hadamard_blocks
         rows = num_features // 2 if antithetic else num_features
         self.query_projection = nn.Parameter(torch.empty(num_heads, rows, head_dim))
         self.key_projection = nn.Parameter(torch.empty(num_kv_heads, rows, head_dim))
