@@ -26,7 +26,6 @@ from hf_rfattn.bench import compile_time, decode, model, ops
 from hf_rfattn.results import (
     SOFTMAX,
     Block,
-    Bullets,
     Heading,
     Image,
     Paragraph,
@@ -40,6 +39,7 @@ from hf_rfattn.results import (
     read_result,
     times,
 )  # fmt: skip
+from hf_rfattn.study import study_class
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
@@ -197,13 +197,13 @@ def speed(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
-    """What each study concluded, with its figures."""
+    """The main numbers of each study, with its figures."""
     for name, document in documents.items():
         if document["kind"].startswith("study "):
             path = name.removesuffix(".json")
             yield Heading(document["kind"].removeprefix("study ").capitalize() + f": {Path(path).name}", 3)
             yield Paragraph(f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name}).")
-            yield Bullets(document["conclusions"])
+            yield study_class(document["kind"].removeprefix("study ")).table(document)
             for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
                 yield Paragraph(f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})")
 
