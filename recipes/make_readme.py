@@ -22,6 +22,7 @@ from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
 from hf_rfattn.bench import compile_time, decode, model, ops
+from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.results import (
     SOFTMAX,
     Block,
@@ -75,6 +76,18 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
         yield Heading(summary["title"], 3)
         yield Paragraph(f"From [{folder}]({results}{folder}).")
         yield from report(summary, level=4, folder=f"{folder}/")
+
+
+def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
+    """Costs on GPUs, counted from shapes."""
+    sources = "; ".join(f"{device.name}: {device.source}" for device in predicted.DEVICES)
+    yield Paragraph(
+        "**Predicted, not measured**: no GPU was available. Counted from shapes by "
+        "`hf_rfattn/bench/gpu_prediction.py`, which states what is counted: a "
+        f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at the peak rates of the "
+        f"vendor ({sources})."
+    )
+    yield predicted.table()
 
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
@@ -241,6 +254,7 @@ PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, an
             "evaluations": evaluations,
             "contexts": contexts,
             "speed": benchmarks,
+            "gpu": gpu_prediction,
             "studies": studies,
         },
     ),
