@@ -111,13 +111,19 @@ def check(
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_(training) for x in tensors[:3]]
         out = attend(*leaves)
-        return [out.detach(), *(torch.autograd.grad(out, leaves, tensors[3]) if training else ())]
+        return [
+            out.detach(),
+            *(torch.autograd.grad(out, leaves, tensors[3], materialize_grads=True) if training else ()),
+        ]
 
     expected = run(lambda q, k, v: contender.weights(q, k) @ v, [x.double() for x in given])
     found = run(contender.attend, contender.inputs(*given))
     if contender.length_first:
         found = [x.transpose(1, 2) for x in found]
-    deviations = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    # an average has no gradient of its queries and keys
+    deviations = [
+        float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, expected, strict=True)
+    ]
     # not max() alone: NaN must not pass
     deviation = max(deviations) if all(map(math.isfinite, deviations)) else math.inf
     tolerance = max(contender.tolerance, TOLERANCE[dtype])
