@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from ..integration.cache import RecurrentLayer
 from ..integration.discovery import find_attention
-from ..mechanisms import MechanismConfig, mechanism_names
+from ..mechanisms import Mechanism, MechanismConfig, mechanism_names
 from ..ops.multipole_causal import Context
 from ..results import (
     SOFTMAX,
@@ -90,7 +90,7 @@ def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: 
         done = itertools.count(1)
         for batch in settings.batches:
             free = free_memory(torch.device(settings.device))
-            for contexts in _groups(models[SOFTMAX], batch, settings.contexts, free):
+            for contexts in _groups(models, batch, settings.contexts, free):
                 advance = lambda key, batch=batch: progress(next(done) / timed_runs, f"batch {batch}")  # noqa: E731
                 cells += _measure_group(models, batch, contexts, settings, watch, advance)
     name = f"{settings.model}-shaped, random weights" if settings.model in SHAPES else name_of(settings.model)
@@ -190,18 +190,23 @@ class Decoder:
         return int(min(self.context - 1, window - 1))
 
 
-def _groups(model: PreTrainedModel, batch: int, contexts: Sequence[int], free: int) -> list[list[int]]:
-    """Contexts to measure together: as many as let their softmax caches fit in half of the free memory at once."""
+def _groups(models: dict[str, PreTrainedModel], batch: int, contexts: Sequence[int], free: int) -> list[list[int]]:
+    """Contexts to measure together: as many as let caches of all keys fit in half of the free memory at once."""
+    caches = sum(name in (SOFTMAX, STATIC) or _holds_all_keys(model) for name, model in models.items())
     groups: list[list[int]] = [[]]
     room = free / 2
     for context in contexts:
-        needed = softmax_bytes(model, batch, context)
+        needed = caches * softmax_bytes(models[SOFTMAX], batch, context)
         if groups[-1] and needed > room:
             groups.append([])
             room = free / 2
         groups[-1].append(context)
         room -= needed
     return groups
+
+
+def _holds_all_keys(model: PreTrainedModel) -> bool:
+    return any(isinstance(module, Mechanism) and module.holds_all_keys for module in model.modules())
 
 
 def _measure_group(
