@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import PIL.Image
@@ -202,8 +203,22 @@ def studies(documents: Documents, results: str) -> Iterator[Block]:
             yield Heading(document["kind"].removeprefix("study ").capitalize() + f": {Path(path).name}", 3)
             yield Paragraph(f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name}).")
             yield Bullets(document["conclusions"])
+            if document["kind"] == "study heads":
+                yield error_table(document["layers"])
             for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
                 yield Paragraph(f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})")
+
+
+def error_table(layers: dict[str, list[float]]) -> Table:
+    """The error of each mechanism before training, mean and by layer."""
+    means = {name: fmean(errors) for name, errors in layers.items()}
+    number_of_layers = len(next(iter(layers.values())))
+    headings = ["error before training", "mean", *(f"layer {number}" for number in range(number_of_layers))]
+    rows = [
+        [name, *(f"{error:.2f}" for error in (mean, *layers[name]))]
+        for name, mean in sorted(means.items(), key=lambda each: each[1])
+    ]
+    return Table("", headings, rows)
 
 
 def upstream(documents: Documents, results: str) -> Iterator[Block]:

@@ -294,10 +294,11 @@ def test_softmax_is_skipped_where_it_does_not_fit(gpt2, monkeypatch, tmp_path):
 
 
 def test_contexts_are_measured_together_where_they_fit():
-    model = tiny_gpt2()  # 512 bytes a token
-    assert decode._groups(model, 1, [32, 64, 128], free=10**9) == [[32, 64, 128]]
-    assert decode._groups(model, 1, [32, 64, 128], free=2 * 512 * 100) == [[32, 64], [128]]
-    assert decode._groups(model, 1, [32, 64, 128], free=0) == [[32], [64], [128]]
+    models = {"softmax": tiny_gpt2(), "multipole": patch_model(tiny_gpt2(), "multipole"), "band": tiny_gpt2()}
+    both = 2 * 512  # bytes a token of those that hold all keys
+    assert decode._groups(models, 1, [32, 64, 128], free=10**9) == [[32, 64, 128]]
+    assert decode._groups(models, 1, [32, 64, 128], free=2 * both * 100) == [[32, 64], [128]]
+    assert decode._groups(models, 1, [32, 64, 128], free=0) == [[32], [64], [128]]
 
 
 def test_a_mechanism_with_two_names_is_measured_once():
