@@ -153,23 +153,27 @@ def causal_multipole_attention(
         context = Context.new(B, K, D, v.shape[3], L, sizes.block, k)
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
-    parts = []
-    size, number = block_size(q, context.keys.shape[2]), context.radius.shape[2]
-    for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
-        rows = slice(start, start + size)
-        last = number if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, number)
-        parts.append(_slab(x[:, :, :, rows], rank[:, rows], context, max(last, 1), sizes, scale))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
-    return out.flatten(1, 2).to(q.dtype), context
+    number, out = context.radius.shape[2], []
+    step = K if traced() or L <= GATHER else 1  # one key head at a time, so that more queries read its keys at once
+    for heads in (slice(head, head + step) for head in range(0, K, step)):
+        parts = []
+        size = block_size(x[:, heads].flatten(1, 2), context.keys.shape[2])
+        for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
+            rows = slice(start, start + size)
+            last = number if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, number)
+            parts.append(_slab(x[:, heads, :, rows], rank[:, rows], context, heads, max(last, 1), sizes, scale))
+        out.append(torch.cat(parts, dim=3))
+    return torch.cat(out, dim=1).flatten(1, 2).to(q.dtype), context
 
 
-def _slab(x: Tensor, rank: Tensor, context: Context, number: int, sizes: CausalSizes, scale: float) -> Tensor:
-    """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks."""
-    summaries = (z[:, :, :number] for z in (context.sum_keys, context.sum_values, context.radius))
-    form, keys, values = _gathered, context.keys, context.values
+def _slab(x: Tensor, rank: Tensor, context: Context, heads: slice, number: int, sizes: CausalSizes, scale) -> Tensor:
+    """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks of some heads."""
+    summaries = (z[:, heads, :number] for z in (context.sum_keys, context.sum_values, context.radius))
+    form, keys, values = _gathered, context.keys[:, heads], context.values[:, heads]
     if x.shape[3] > GATHER:
         form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
-    out = recompute(form, x.flatten(2, 3), rank.repeat(1, x.shape[2])[:, None], keys, values, *summaries, sizes, scale)
+    rank = rank.unsqueeze(1).expand(-1, x.shape[2], -1).reshape(x.shape[0], 1, -1)
+    out = recompute(form, x.flatten(2, 3), rank, keys, values, *summaries, sizes, scale)
     return out.unflatten(2, x.shape[2:4])
 
 
@@ -179,9 +183,9 @@ def _masked(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSi
     x = x.to(dtype) * scale
     scores = x @ (sum_keys / c).mT
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
-    exact = torch.zeros_like(far, dtype=torch.bool).scatter_(3, blocks, True).repeat_interleave(c, 3)
-    exact = exact & (torch.arange(keys.shape[2], device=x.device) <= rank.unsqueeze(-1))
-    bias = torch.zeros_like(exact, dtype=dtype).masked_fill_(~exact, -torch.inf)
+    bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
+    bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
+    bias.masked_fill_(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
     near = attend(x, keys.to(dtype), values.to(dtype), bias)
     return merge(near, softmax_of_scores(scores + far, sum_values / c))[0]
 
