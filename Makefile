@@ -1,10 +1,9 @@
 # make test     the suite, in .venv (made on first use)
+# make test-gpu the tests that need a GPU (two for some of them), and those of the fused kernels; with a build of torch for it
 # make demo     a real pretrained BERT fine-tuned with each mechanism on a small task: table, plots, models and cards in demo_out
 # make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
 #               (or stories) for other files of recipes/compare than accuracy.yaml
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
-# make peers    .venv-peers with the libraries we are measured against; needs a C++ compiler and some ten minutes
-# make bench-peers   this package and those libraries in one run: tables, a plot and bench_out/ops_peers.json
 # make readme   the parts of README.md, recipes/results/README.md and docs/reference/upstream.md that are made from result files
 # make docs     the guides and the API reference as a site, into site/index.html
 # make dist     sdist and wheel, checked, into dist/
@@ -20,7 +19,6 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PEERS ?= .venv-peers
 DOCS ?= .venv-docs
 DIST ?= .venv-dist
 TORCH ?= -c constraints.txt torch
@@ -32,10 +30,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat upstream demo compare bench peers bench-peers readme docs dist style format clean
+.PHONY: test test-gpu compat upstream demo compare bench readme docs dist style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -rs tests/gpu tests/test_fused.py $(ARGS)
+	$(BIN)/hf-rfattn doctor
 
 compat:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) .ci/compat $(ARGS)
@@ -53,12 +55,6 @@ bench: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench ops $(ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench model $(ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench decode $(ARGS)
-
-peers:
-	$(MAKE) VENV=$(PEERS) $(PEERS)/.peers
-
-bench-peers: peers
-	HF_HUB_OFFLINE=1 $(PEERS)/bin/hf-rfattn bench ops --peers --dtypes float32 --features 64,256 $(ARGS)
 
 readme: $(VENV)/.recipes
 	$(BIN)/python recipes/make_readme.py
@@ -83,7 +79,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(DOCS) $(DIST) site build dist *.egg-info demo_out compare_out bench_out study_out upstream_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) $(DIST) site build dist *.egg-info demo_out compare_out bench_out study_out upstream_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
@@ -116,14 +112,6 @@ $(VENV)/.demo: requirements-demo.txt $(VENV)/.recipes
 
 $(VENV)/.upstream: requirements-upstream.txt $(VENV)/.dev
 	$(PIP) install -c $(VENV)/constraints.txt -r requirements-upstream.txt
-	touch $@
-
-# The setup of fast-transformers needs torch at hand (so no isolation), and asks for CUDA sources as soon as an nvcc can
-# be found, whatever torch was built for: folders that hold one are kept from its PATH.
-$(VENV)/.peers: requirements-peers.txt $(VENV)/.torch pyproject.toml
-	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]' 'setuptools>=77' wheel
-	PATH="$$(echo "$$PATH" | tr : '\n' | while read -r folder; do test -e "$$folder/nvcc" || echo "$$folder"; done | paste -sd :)" \
-		MAX_JOBS=$(WORKERS) $(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -r requirements-peers.txt
 	touch $@
 
 # The reference is read from the sources, so this environment needs no torch.

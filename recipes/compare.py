@@ -22,7 +22,7 @@ from comparison.report import overview_table, write_report
 from comparison.summary import read_summary
 from rich.console import Console
 from rich.progress import Progress, TextColumn
-from training.output import MODEL
+from training.session import MODEL
 
 from hf_rfattn import write_card
 from hf_rfattn.results import RESULTS, Heading, number, print_blocks, read_results, write_result

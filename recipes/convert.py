@@ -1,7 +1,7 @@
 """Teach linear attention to imitate the softmax of a pretrained model, on unlabelled text; then fine-tune from there.
 
 accelerate launch recipes/convert.py --model google-bert/bert-base-uncased --attention fmm --output converted
-accelerate launch recipes/finetune_snli.py --model google-bert/bert-base-uncased --init converted/model
+accelerate launch recipes/finetune_snli.py --model converted/model
 """
 
 import training.messages  # noqa: F401  # isort: skip
@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from training.data import Source, check_texts, find_source, fingerprint, load_split, take
-from training.language import split_blocks, tokens_of
-from training.messages import errors_as_messages
-from training.models import attention_of, choose_length, collator, load_base, load_tokenizer, set_attention
-from training.options import CommonOptions, described, parse_options
-from training.order import TrainingOrder, check_share
-from training.output import MODEL, TRANSFER
-from training.saving import whole_folder
-from training.session import Session, in_session
-from training.teaching import MODEL_INPUTS, Inputs, transfer, transfer_document
+from training.data import check_texts, find_source, load_split, take
+from training.language import load_text, split_blocks, tokens_of
+from training.models import Collator, attention_of, choose_length, load_base, load_tokenizer, set_attention
+from training.options import CommonOptions, described
+from training.session import MODEL, TRANSFER, Session, in_session, run_recipe, whole_folder
+from training.task import TrainingOrder, check_share
+from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 from transformers import PreTrainedTokenizerBase
 
 USUAL_LENGTH = 512
@@ -59,77 +56,64 @@ def convert(options: ConvertOptions) -> Path:
 
 
 def teach(session: Session, options: ConvertOptions) -> None:
-    accelerator, output = session.accelerator, session.output
-    check_share(options.batch_size, accelerator.num_processes, 1)
+    accelerator, batch_size = session.accelerator, options.batch_size
+    check_share(batch_size, accelerator.num_processes, 1)
     tokenizer = load_tokenizer(options)
     model = load_base(options).to(accelerator.device)
-    source = find_source(
-        options.data, "Salesforce/wikitext", options.data_config or "wikitext-2-raw-v1", "wikitext", options.data_name
-    )
+    config = options.data_config or "wikitext-2-raw-v1"
+    source = find_source(options.data, "Salesforce/wikitext", config, "wikitext", options.data_name)
     length = choose_length(model, options, USUAL_LENGTH, tokenizer)
     with accelerator.main_process_first():
-        texts = load_texts(source, options)
-        rows = encode(texts, tokenizer, length, options).shuffle(seed=0)
-    if len(rows) <= options.batch_size:
+        if options.join:
+            texts = load_text(source, options.split, options.max_samples, options.columns[0])
+            rows = split_blocks(tokens_of(texts, tokenizer), length).select_columns(["input_ids"]).shuffle(seed=0)
+        else:
+            texts = load_split(source, options.split, options.columns)
+            texts = texts.filter(lambda text: bool(str(text or "").strip()), input_columns=options.columns[0])
+            check_texts(texts, options.columns, f"{source.name}, split {options.split!r}")
+            texts = take(texts, options.max_samples)
+            rows = encode(texts, tokenizer, length).shuffle(seed=0)
+    if len(rows) <= batch_size:
         raise ValueError(
-            f"{source.name} has {len(rows)} text(s); more than --batch-size {options.batch_size} are needed, since "
-            "errors are measured on a batch that is not trained on. Give more texts, or a smaller --batch-size."
+            f"{source.name} has {len(rows)} text(s); more than --batch-size {batch_size} are needed, since errors are "
+            "measured on a batch that is not trained on."
         )
     set_attention(model, options)
-    collate, rest = collator(tokenizer), rows.select(range(options.batch_size, len(rows)))
+    collate, rest = Collator(tokenizer), rows.select(range(batch_size, len(rows)))
     session.open_output()
     done = transfer(
+        session,
         model,
-        Inputs(rest, collate, TrainingOrder(len(rest), options.batch_size, options.seed), accelerator),
-        {"learning_rate": options.learning_rate, "parts": options.parts},
+        Inputs(rest, collate, TrainingOrder(len(rest), batch_size, options.seed), accelerator),
         steps=options.steps,
+        learning_rate=options.learning_rate,
+        parts=options.parts,
         divergence=options.divergence,
         patience=options.patience,
-        measure=collate([rows[i] for i in range(options.batch_size)]),
-        checkpoint=output / TRANSFER,
-        save_every=options.save_every,
+        measure=model_inputs(rows, collate, list(range(batch_size))),
     )
-    session.say(str(done))
     if accelerator.is_main_process:
-        with whole_folder(output / MODEL) as folder:
+        with whole_folder(session.output / MODEL) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         found = {
             "attention": attention_of(model),
-            "dataset": source.document(options.split, fingerprint({options.split: texts})),
-            "transfer": {**transfer_document(done, options.batch_size), "max_length": length},
+            "dataset": source.document(options.split, {options.split: texts}),
+            "transfer": {**transfer_document(done, batch_size), "max_length": length},
             "errors": done.to_dict(),
         }
         session.finish(found, TRANSFER)
 
 
-def load_texts(source: Source, options: ConvertOptions) -> Dataset:
-    """Rows with something in them: the first ones of a stream, any of separate texts."""
-    texts = load_split(source, options.split, options.columns)
-    if not options.join:
-        texts = texts.filter(
-            lambda rows: [bool(str(row or "").strip()) for row in rows], input_columns=options.columns[0], batched=True
-        )
-    check_texts(texts, options.columns, f"{source.name}, split {options.split!r}")
-    if options.join and options.max_samples:
-        return texts.select(range(min(options.max_samples, len(texts))))
-    return take(texts, options.max_samples)
-
-
-def encode(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, options: ConvertOptions) -> Dataset:
+def encode(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
     """Token lists, nothing else."""
-    if options.join:
-        stream = texts.rename_columns({options.columns[0]: "text"})
-        return split_blocks(tokens_of(stream, tokenizer), length).select_columns(["input_ids"])
 
     def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
-        encoded = tokenizer(*(rows[column] for column in options.columns), truncation=True, max_length=length)
+        encoded = tokenizer(*rows.values(), truncation=True, max_length=length)
         return {name: encoded[name] for name in MODEL_INPUTS if name in encoded}
 
     return texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokens")
 
 
 if __name__ == "__main__":
-    with errors_as_messages():
-        parsed = parse_options(ConvertOptions, description=__doc__)
-    convert(parsed)
+    run_recipe(ConvertOptions, convert, __doc__)

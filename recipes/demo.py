@@ -40,21 +40,15 @@ def main(
     folder = model or model_folder()
     compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=[f"model={folder}"])
     times = time_by_length(output)
-    console.print("\n[bold]What this means[/bold]")
+    crossings = "; ".join(f"{each['attention']} {crossover_text(each)}" for each in times["crossovers"])
     console.print(
-        "The sentences above are short, where softmax is fast; linear attention pays on long ones. One layer of this "
-        f"shape, forward, is faster than softmax from (interpolated break-even length): {crossings(times)}."
+        "\nThe sentences above are short, where softmax is fast; linear attention pays on long ones. One layer of this "
+        f"shape, forward, is faster than softmax from (interpolated break-even length): {crossings}.\n"
+        f"See {output / 'report.html'} for all tables and plots, {output / 'ops.png'} for time by length.\n"
+        "Next: python recipes/finetune_snli.py --model YOUR_MODEL --attention hedgehog --output out\n"
+        f"      hf-rfattn inspect {folder} --attention fmm",
+        soft_wrap=True,
     )
-    console.print("\n[bold]Look at[/bold]")
-    for name, what in (("report.html", "all tables and plots"), ("ops.png", "time by length, with break-even lengths")):
-        console.print(f"  {output / name}   {what}", soft_wrap=True)
-    console.print("\n[bold]Next[/bold]")
-    for line in (
-        f"hf-rfattn inspect {folder} --attention fmm   what a model would become, and from which length on it pays",
-        "python recipes/finetune_snli.py --model YOUR_MODEL --attention hedgehog --output out   your own fine-tuning",
-        "make compare DATA=... MODELS=...   this comparison on real tasks",
-    ):
-        console.print(f"  {line}", soft_wrap=True)
 
 
 def model_folder() -> str:
@@ -72,10 +66,6 @@ def time_by_length(output: Path) -> dict[str, Any]:
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
     subprocess.run([sys.executable, "-m", "hf_rfattn", "bench", "ops", *words], check=True, stdout=subprocess.DEVNULL)
     return read_result(output / "ops.json")
-
-
-def crossings(times: dict[str, Any]) -> str:
-    return "; ".join(f"{each['attention']} {crossover_text(each)}" for each in times["crossovers"])
 
 
 if __name__ == "__main__":

@@ -17,23 +17,19 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from training.classification import SCORES
-from training.data import Source, check_scores, check_texts, find_source, fingerprint, load_split, take
-from training.embedding import Speed, embed, load_encoder, model_inside, set_length
-from training.evaluation import as_document, as_text
-from training.messages import errors_as_messages
-from training.metrics import glue
-from training.models import attention_of, collator, set_attention, with_padding
-from training.options import CommonOptions, described, parse_options
-from training.order import TrainingOrder, check_share
-from training.output import MODEL, TRANSFER
-from training.retrieval import CUT, Retrieval, from_squad, is_beir, ranking_metrics, read_beir
-from training.saving import whole_folder
-from training.session import Session, in_session
-from training.teaching import MODEL_INPUTS, Inputs, transfer, transfer_document
+from training.data import Source, check_labels, check_texts, find_source, load_split, take
+from training.loop import as_document
+from training.metrics import GLUE, measure
+from training.models import Collator, attention_of, choose_length, set_attention, with_padding
+from training.options import CommonOptions, described
+from training.retrieval import CUT, Retrieval, embed, from_squad, load_encoder, model_inside, ranking_metrics, read_beir
+from training.session import MODEL, Session, in_session, run_recipe, whole_folder
+from training.task import TrainingOrder, check_share
+from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 
 from hf_rfattn.results import Metric
 
+USUAL_LENGTH = 512  # of models that name no limit
 PAIR = ["sentence1", "sentence2"]
 QUERIES_AT_ONCE = 256  # whose scores with all documents are held in memory
 
@@ -66,22 +62,8 @@ class EmbeddingOptions(CommonOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.max_length = self.max_length or self.document_tokens
-        if self.model is None:
-            raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
-        if self.transfer_steps and self.attention in (None, "softmax"):
-            raise ValueError("--transfer-steps teaches a mechanism; give --attention, and not softmax.")
-        if self.attention in (None, "softmax") and (self.attention_options or self.layers):
-            raise ValueError("--attention-options and --layers belong to a mechanism; name it with --attention.")
         if self.task == "stsb" and (self.document_tokens or self.max_documents or self.max_queries):
             raise ValueError("--document-tokens, --max-documents and --max-queries are for retrieval.")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a task has found, and how fast its documents or sentences were embedded."""
-
-    metrics: dict[str, Metric]
-    speed: Speed
 
 
 def evaluate_embeddings(options: EmbeddingOptions) -> Path:
@@ -93,7 +75,9 @@ def evaluate(session: Session, options: EmbeddingOptions) -> None:
     started, accelerator = time.perf_counter(), session.accelerator
     check_share(options.batch_size, accelerator.num_processes, 1)
     encoder = load_encoder(options, options.pooling, options.normalize, accelerator.device)
-    length = set_length(encoder, options)
+    own = encoder.max_seq_length  # huge in tokenizers without a limit
+    length = choose_length(encoder, options, own if own and own < 10**6 else USUAL_LENGTH)
+    encoder.max_seq_length = length
     model = model_inside(encoder)
     set_attention(model, options)
     with accelerator.main_process_first():
@@ -104,28 +88,25 @@ def evaluate(session: Session, options: EmbeddingOptions) -> None:
         texts = list(data.documents.values()) if isinstance(data, Retrieval) else data[PAIR[0]][:] + data[PAIR[1]][:]
         found["transfer"] = teach(session, encoder, texts, length)
     if isinstance(data, Retrieval):
-        result = retrieve(session, encoder, data)
+        metrics, speed = retrieve(session, encoder, data)
     else:
-        result = compare_pairs(session, encoder, data)
+        metrics, speed = compare_pairs(session, encoder, data)
     if not accelerator.is_main_process:
         return
-    session.say(
-        f"{as_text(result.metrics)}  {result.speed.texts / result.speed.seconds:.1f} texts/s  "
-        f"{result.speed.tokens / result.speed.seconds:.0f} tokens/s"
-    )
+    scores = "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items())
+    session.say(f"{scores}  {speed['samples_per_second']:.1f} texts/s  {speed['tokens_per_second']:.0f} tokens/s")
     with whole_folder(session.output / MODEL) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False)
     task = "stsb" if options.task == "stsb" else f"{source.name} retrieval"
     found |= {
         "task": f"made-up {task}" if source.is_sample else task,
         "task_type": "sentence-similarity" if options.task == "stsb" else "text-retrieval",
-        "dataset": source.document(split, fingerprint(examples)),
-        "metrics": as_document(result.metrics),
+        "dataset": source.document(split, examples),
+        "metrics": as_document(metrics),
         "main_metric": "spearmanr" if options.task == "stsb" else f"ndcg_at_{CUT}",
         "budget": {"max_length": length, **{name: len(part) for name, part in examples.items()}},
-        **result.speed.document(),
+        **speed,
         "wall_time_seconds": round(time.perf_counter() - started, 3),
-        "tokens_per_text": round(result.speed.tokens / result.speed.texts, 1),
         "options": dataclasses.asdict(options),
     }
     session.finish(found, options.task)
@@ -138,13 +119,12 @@ def load(
     if options.task == "stsb":
         source = find_source(options.data, "nyu-mll/glue", "stsb", "stsb", options.data_name)
         split = options.split or "validation"
-        where = f"{source.name}, split {split!r}"
         pairs = take(load_split(source, split, [*PAIR, "label"]), options.max_samples)
-        check_texts(pairs, PAIR, where)
-        check_scores(pairs, *SCORES, where)
+        check_texts(pairs, PAIR, f"{source.name}, split {split!r}")
+        check_labels(pairs, 0, f"{source.name}, split {split!r}")
         return source, split, pairs, {"pairs": pairs}
     source = find_source(options.data, "rajpurkar/squad", None, "squad", options.data_name)
-    if source.folder is not None and is_beir(source.folder):
+    if source.folder is not None and (source.folder / "corpus.jsonl").is_file():
         if options.document_tokens:
             raise ValueError("--document-tokens joins paragraphs of SQuAD; a folder in BEIR layout has documents.")
         split = options.split or "test"
@@ -163,22 +143,19 @@ def teach(session: Session, encoder: Any, texts: Sequence[str], length: int) -> 
     options, tokenizer = session.options, with_padding(encoder.tokenizer)
     encoded = tokenizer(list(texts), truncation=True, max_length=length)
     rows = Dataset.from_dict({name: encoded[name] for name in MODEL_INPUTS if name in encoded})
-    collate = collator(tokenizer)
-    order = TrainingOrder(len(rows), options.batch_size, options.seed)
+    collate, order = Collator(tokenizer), TrainingOrder(len(rows), options.batch_size, options.seed)
     done = transfer(
+        session,
         model_inside(encoder),
         Inputs(rows, collate, order, session.accelerator),
-        {"learning_rate": options.transfer_learning_rate},
         steps=options.transfer_steps,
-        measure=collate([rows[i] for i in range(min(options.batch_size, len(rows)))]),
-        checkpoint=session.output / TRANSFER if options.save_every else None,
-        save_every=options.save_every or options.transfer_steps,
+        learning_rate=options.transfer_learning_rate,
+        measure=model_inputs(rows, collate, list(range(min(options.batch_size, len(rows))))),
     )
-    session.say(str(done))
     return {**transfer_document(done, options.batch_size), "max_length": length}
 
 
-def retrieve(session: Session, encoder: Any, data: Retrieval) -> Evaluation:
+def retrieve(session: Session, encoder: Any, data: Retrieval) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Rank all documents for each query."""
     options, prompts = session.options, encoder.prompts
     prefixes = [
@@ -196,19 +173,17 @@ def retrieve(session: Session, encoder: Any, data: Retrieval) -> Evaluation:
     ]
     rankings = {query: [names[i] for i in row] for query, row in zip(data.queries, order, strict=True)}
     metrics = ranking_metrics(rankings, data.relevant)
-    return Evaluation({name: Metric(value, len(rankings), 1) for name, value in metrics.items()}, speed)
+    return {name: Metric(value, len(rankings), 1) for name, value in metrics.items()}, speed
 
 
-def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> Evaluation:
+def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Correlate cosines with the scores that people gave."""
     texts = [*pairs[PAIR[0]][:], *pairs[PAIR[1]][:]]
     embeddings, speed = embed(encoder, texts, session.accelerator, batch_size=session.options.eval_batch_size)
     cosines = F.cosine_similarity(*embeddings.chunk(2))
-    values = glue("stsb", cosines.numpy(), torch.tensor(pairs["label"][:]).numpy())
-    return Evaluation({name: Metric(value, len(pairs), 1, chance=0.0) for name, value in values.items()}, speed)
+    values = measure(GLUE["stsb"], cosines.numpy(), torch.tensor(pairs["label"][:]).numpy())
+    return {name: Metric(value, len(pairs), 1, chance=0.0) for name, value in values.items()}, speed
 
 
 if __name__ == "__main__":
-    with errors_as_messages():
-        parsed = parse_options(EmbeddingOptions, description=__doc__)
-    evaluate_embeddings(parsed)
+    run_recipe(EmbeddingOptions, evaluate_embeddings, __doc__)

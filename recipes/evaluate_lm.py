@@ -8,7 +8,6 @@ import training.messages  # noqa: F401  # isort: skip
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,27 +17,24 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from training.data import Source, check_texts, find_source, fingerprint, load_split
-from training.evaluation import as_document
-from training.language import split_blocks, split_windows, tokens_of, window_losses
-from training.messages import errors_as_messages
+from training.data import find_source
+from training.language import load_text, split_blocks, split_windows, tokens_of, window_losses
+from training.loop import as_document
 from training.metrics import perplexity
 from training.models import (
+    Collator,
     attention_of,
     choose_length,
-    collator,
-    first_paragraph,
     load_tokenizer,
     mechanism_parameters,
-    read_config,
+    read,
     set_attention,
 )
-from training.options import CommonOptions, described, parse_options
-from training.order import TrainingOrder
-from training.output import RESULT
-from training.session import Session, in_session
+from training.options import CommonOptions, described
+from training.session import RESULT, Session, in_session, run_recipe
+from training.task import TrainingOrder
 from training.teaching import Inputs, model_inputs, transfer, transfer_document
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.bench.decode import cache_bytes
@@ -72,20 +68,18 @@ class EvaluateOptions(CommonOptions):
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
         super().__post_init__()
-        if self.model is None:
-            raise ValueError("--model is missing: a decoder's folder, or its name on the Hub.")
         if self.push_to_hub or self.save_every:
             raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
-        if self.new_tokens < 1 or not self.lengths or self.lengths[0] <= self.new_tokens + 1:
-            raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1, which must be at least 1.")
+        if not self.lengths or self.lengths[0] <= self.new_tokens + 1:
+            raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1.")
         if self.max_length not in (None, self.lengths[-1]):
             raise ValueError("--max-length is the largest of --lengths; leave it out.")
         self.max_length = self.lengths[-1]
-        if self.max_tokens is not None and self.max_tokens < self.lengths[-1]:
-            raise ValueError(f"--max-tokens {self.max_tokens} is less than one context of {self.lengths[-1]} tokens.")
         mechanisms = [name for name in self.kinds if name not in (None, SOFTMAX)]
         if (self.attention_options or self.layers) and len(mechanisms) != 1:
             raise ValueError("--attention-options and --layers need exactly one mechanism in --attention.")
+        for name in mechanisms:
+            hf_rfattn.resolve_config(str(name))  # raises if it is unknown
 
     @property
     def kinds(self) -> list[str | None]:
@@ -101,24 +95,27 @@ def evaluate(options: EvaluateOptions) -> Path:
 def measure(session: Session, options: EvaluateOptions) -> None:
     if session.accelerator.num_processes > 1:
         raise ValueError("evaluate_lm.py measures speed and runs in one process; start it with python.")
-    for kind in options.kinds:
-        if kind not in (None, SOFTMAX):
-            hf_rfattn.resolve_config(str(kind))  # an unknown name is told before anything is loaded
     tokenizer = load_tokenizer(options)
-    model = load_decoder(options).to(session.accelerator.device).eval()
+    model = read("--model", AutoModelForCausalLM, options.model, dtype=torch.float32)
+    model.to(session.accelerator.device).eval()
     choose_length(model, options, options.lengths[-1], tokenizer)
     source = find_source(options.data, "Salesforce/wikitext", options.data_config, "wikitext", options.data_name)
-    texts = {options.split: load_text(source, options.split, options)}
+    splits = [options.split, *([options.transfer_split] if options.transfer_steps else [])]
+    texts = {split: load_text(source, split, column=options.text_column) for split in splits}
     tokens = tokens_of(texts[options.split], tokenizer)[: options.max_tokens]
     if len(tokens) < options.lengths[-1]:
         raise ValueError(
-            f"{source.name}, split {options.split!r}, has {len(tokens)} tokens, less than a context of "
-            f"{options.lengths[-1]}. Give a longer text, or smaller --lengths."
+            f"There are {len(tokens)} tokens to evaluate on, less than a context of {options.lengths[-1]}."
         )
-    inputs = None
-    if options.transfer_steps:
-        texts[options.transfer_split] = load_text(source, options.transfer_split, options)
-        inputs = transfer_inputs(session, options, tokens_of(texts[options.transfer_split], tokenizer), tokenizer)
+    blocks = None
+    if options.transfer_steps:  # the last blocks are kept for the errors that are reported
+        stream = tokens_of(texts[options.transfer_split], tokenizer)
+        blocks = split_blocks(stream, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
+        if len(blocks) < options.batch_size + MEASURED_ON:
+            raise ValueError(
+                f"The text to learn from has {len(blocks)} block(s); --batch-size {options.batch_size} and "
+                f"{MEASURED_ON} to measure on are needed. Give a smaller --batch-size or --transfer-length."
+            )
     session.open_output()
     cells: list[dict[str, Any]] = []
     kinds: dict[str, Any] = {}
@@ -126,21 +123,27 @@ def measure(session: Session, options: EvaluateOptions) -> None:
     for kind in options.kinds:
         if kind is not None:
             hf_rfattn.unpatch_model(model)
-            own = {} if kind != SOFTMAX else {"attention_options": [], "layers": None}
-            set_attention(model, dataclasses.replace(options, attention=kind, **own))
+            if kind != SOFTMAX:
+                set_attention(model, dataclasses.replace(options, attention=kind))
         name = kind or hf_rfattn.attention_label(attention_of(model))
         kinds[name] = attention_of(model)
         cells += measure_lengths(session, model, tokens, options, name, STAGES[0])
-        if inputs is not None and mechanism_parameters(model):
-            done = teach(model, inputs, options)
-            session.say(str(done))
+        if blocks is not None and mechanism_parameters(model):
+            count, collate = len(blocks) - MEASURED_ON, Collator(tokenizer)
+            done = transfer(
+                session,
+                model,
+                Inputs(blocks, collate, TrainingOrder(count, options.batch_size, options.seed), session.accelerator),
+                steps=options.transfer_steps,
+                learning_rate=options.transfer_learning_rate,
+                measure=model_inputs(blocks, collate, list(range(count, len(blocks)))),
+            )
+            model.eval()
             transfers[name] = transfer_document(done, options.batch_size)
             cells += measure_lengths(session, model, tokens, options, name, STAGES[1])
-        elif inputs is not None and name != SOFTMAX:
-            session.say(f"{name} has no parameters to teach: measured without attention transfer.")
     found = {
         "attention": kinds,
-        "dataset": source.document(", ".join(texts), fingerprint(texts)),
+        "dataset": source.document(", ".join(texts), texts),
         "lengths": options.lengths,
         "tokens": len(tokens),
         "new_tokens": options.new_tokens,
@@ -153,48 +156,6 @@ def measure(session: Session, options: EvaluateOptions) -> None:
     write_result({**session.document, **found}, session.output / RESULT)
     print_blocks([table(cells, f"{session.document['model']} on {source.name}")], Console())
     session.say(f"Written: {session.output / RESULT}")
-
-
-def load_decoder(options: EvaluateOptions) -> PreTrainedModel:
-    """In float32, with the head of a language model."""
-    config = read_config("--model", str(options.model))
-    try:
-        return AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{options.model!r} is no decoder that can be read: {first_paragraph(error)}") from error
-
-
-def load_text(source: Source, split: str, options: EvaluateOptions) -> Any:
-    lines = load_split(source, split, [options.text_column])
-    check_texts(lines, [options.text_column], f"{source.name}, split {split!r}")
-    return lines.rename_columns({options.text_column: "text"})
-
-
-def transfer_inputs(
-    session: Session, options: EvaluateOptions, tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase
-) -> Inputs:
-    """Blocks of the training text, the last of which are kept for the errors that are reported."""
-    rows = split_blocks(tokens, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
-    if len(rows) < options.batch_size + MEASURED_ON:
-        raise ValueError(
-            f"The text to learn from has {len(rows)} block(s); --batch-size {options.batch_size} and {MEASURED_ON} to "
-            "measure on are needed. Give more text, a smaller --batch-size or a smaller --transfer-length."
-        )
-    order = TrainingOrder(len(rows) - MEASURED_ON, options.batch_size, options.seed)
-    return Inputs(rows, collator(tokenizer), order, session.accelerator)
-
-
-def teach(model: PreTrainedModel, inputs: Inputs, options: EvaluateOptions) -> hf_rfattn.Conversion:
-    held_out = list(range(len(inputs.rows) - MEASURED_ON, len(inputs.rows)))
-    done = transfer(
-        model,
-        inputs,
-        {"learning_rate": options.transfer_learning_rate},
-        steps=options.transfer_steps,
-        measure=model_inputs(inputs.rows, inputs.collate, held_out),
-    )
-    model.eval()
-    return done
 
 
 def measure_lengths(
@@ -226,16 +187,24 @@ def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, 
 @torch.no_grad()
 def measure_speed(model: PreTrainedModel, tokens: np.ndarray, new_tokens: int) -> dict[str, Any]:
     """Prefill of a context and greedy decoding after it, to as many tokens as are given; medians."""
-    ids = torch.tensor(tokens, device=model.device)[None]
-    prompt = ids[:, : ids.shape[1] - new_tokens]
-    prefills = []
+    wait = synchroniser(model.device)
+
+    def next_token(ids: Tensor, cache: DynamicCache) -> tuple[float, Tensor]:
+        wait()
+        started = time.perf_counter()
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        token = logits[:, -1:].argmax(-1)
+        wait()
+        return time.perf_counter() - started, token
+
+    prompt = torch.tensor(tokens, device=model.device)[None, : len(tokens) - new_tokens]
+    prefills, steps = [], []
     for _ in range(1 + REPETITIONS):
         cache = DynamicCache(config=model.config)
-        seconds, token = timed(model.device, partial(next_token, model, prompt, cache))
+        seconds, token = next_token(prompt, cache)
         prefills.append(seconds)
-    steps = []
     for _ in range(new_tokens):
-        seconds, token = timed(model.device, partial(next_token, model, token, cache))
+        seconds, token = next_token(token, cache)
         steps.append(seconds)
     return {
         "prefill_tokens": prompt.shape[1],
@@ -243,20 +212,6 @@ def measure_speed(model: PreTrainedModel, tokens: np.ndarray, new_tokens: int) -
         "ms_per_token": rounded(1000 * statistics.median(steps)),
         "cache_bytes": cache_bytes(cache),
     }
-
-
-def next_token(model: PreTrainedModel, ids: Tensor, cache: DynamicCache) -> Tensor:
-    """[1, 1]; the cache grows."""
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-
-def timed(device: torch.device, run: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    wait = synchroniser(device)
-    wait()
-    started = time.perf_counter()
-    found = run()
-    wait()
-    return time.perf_counter() - started, found
 
 
 def table(cells: list[dict[str, Any]], title: str) -> Table:
@@ -279,6 +234,4 @@ def table(cells: list[dict[str, Any]], title: str) -> Table:
 
 
 if __name__ == "__main__":
-    with errors_as_messages():
-        parsed = parse_options(EvaluateOptions, description=__doc__)
-    evaluate(parsed)
+    run_recipe(EvaluateOptions, evaluate, __doc__)

@@ -14,9 +14,10 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from torch import Tensor
-from training.data import Source, check_texts, find_source, load_split
+from training.data import find_source
 from training.language import (
     config_from_scratch,
+    load_text,
     split_blocks,
     split_windows,
     tokens_of,
@@ -25,17 +26,16 @@ from training.language import (
 )
 from training.metrics import perplexity
 from training.models import (
+    Collator,
     choose_length,
-    collator,
-    load_config,
     load_model,
     load_tokenizer,
     ready_to_train,
     with_padding,
 )
 from training.options import RunOptions, described
-from training.output import TOKENIZER
 from training.run import main
+from training.session import TOKENIZER
 from training.task import Prepared, Task
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -82,15 +82,15 @@ class LanguageTask(Task[LanguageOptions]):
         source = find_source(options.data, "Salesforce/wikitext", options.data_config, self.name, options.data_name)
         split = options.eval_split or "validation"
         examples = {
-            "train": self._load(source, "train", options.max_train_samples),
-            split: self._load(source, split, options.max_eval_samples),
+            "train": load_text(source, "train", options.max_train_samples),
+            split: load_text(source, split, options.max_eval_samples),
         }
         tokenizer = self._tokenizer(examples["train"])
         if options.from_scratch:
             config = config_from_scratch(options.from_scratch, tokenizer)
             model = ready_to_train(AutoModelForCausalLM.from_config(config), tokenizer)
         else:
-            model = load_model(AutoModelForCausalLM, options, load_config(options), tokenizer)
+            model = load_model(AutoModelForCausalLM, options, tokenizer)
         length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         stride = options.eval_stride or length - 1
         if not 1 <= stride < length:
@@ -103,15 +103,9 @@ class LanguageTask(Task[LanguageOptions]):
             examples=examples,
             train=split_blocks(tokens_of(examples["train"], tokenizer), length),
             evaluation={split: split_windows(tokens_of(examples[split], tokenizer), length, stride)},
-            collate=collator(tokenizer, labels=-100),
+            collate=Collator(tokenizer, {"labels": -100}),
             max_length=length,
         )
-
-    def _load(self, source: Source, split: str, most: int | None) -> Dataset:
-        """The first lines, not any: a text has an order."""
-        lines = load_split(source, split, ["text"])
-        check_texts(lines, ["text"], f"{source.name}, split {split!r}")
-        return lines if most is None else lines.select(range(min(most, len(lines))))
 
     def _tokenizer(self, text: Dataset) -> PreTrainedTokenizerBase:
         """The model's, or one of the user's, or one that the main process trains and leaves for the others."""

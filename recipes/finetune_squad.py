@@ -17,7 +17,7 @@ from torch import Tensor
 from training.answers import encode_windows, find_answer
 from training.data import Source, check_texts, find_source, load_split, take
 from training.metrics import squad, squad_v2
-from training.models import choose_length, collator, load_config, load_model, load_tokenizer
+from training.models import Collator, choose_length, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Prepared, Task
@@ -61,7 +61,7 @@ class SquadTask(Task[SquadOptions]):
             split: self._load(source, split, options.max_eval_samples),
         }
         tokenizer = load_tokenizer(options)
-        model = load_model(AutoModelForQuestionAnswering, options, load_config(options), tokenizer)
+        model = load_model(AutoModelForQuestionAnswering, options, tokenizer)
         length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         if options.stride >= length // 2 - 4:
             raise ValueError(f"--stride {options.stride} leaves windows of {length} tokens no room to move on.")
@@ -82,9 +82,8 @@ class SquadTask(Task[SquadOptions]):
             examples=self.examples,
             train=rows["train"].select_columns(inputs),
             evaluation={split: rows[split].select_columns(inputs)},
-            collate=collator(tokenizer),
+            collate=Collator(tokenizer),
             max_length=length,
-            facts={"windows": {name: len(part) for name, part in rows.items()}},
         )
 
     def _load(self, source: Source, split: str, most: int | None) -> Dataset:
@@ -93,7 +92,7 @@ class SquadTask(Task[SquadOptions]):
         for row in examples.select_columns(["id", "context", "answers"]):
             where = f"{source.name}, split {split!r}, question {row['id']!r}"
             if not self.second and not row["answers"]["text"]:
-                raise ValueError(f"{where} has no answer, which only --version 2 knows of.")
+                raise ValueError(f"{where} has no answer; --version 2 allows that.")
             for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
                 if start < 0 or row["context"][start : start + len(text)] != text:
                     raise ValueError(f"{where}: the answer {text!r} is not at character {start} of its context.")
@@ -117,18 +116,15 @@ class SquadTask(Task[SquadOptions]):
         truths = {row["id"]: row["answers"]["text"] for row in examples}
         if self.second:
             values = squad_v2(answers, truths, doubts, options.null_threshold)
-            values["exact_match"] = values.pop("exact")
         else:
             values = squad(answers, truths)
-
-        def of_questions(name: str) -> int:
-            """How many of them a metric is about: HasAns_f1 is about HasAns_total."""
-            return int(values.get(f"{name.partition('_')[0]}_total", len(answers)))
-
-        shown = {name: value for name, value in values.items() if not name.endswith(("total", "thresh"))}
-        silent = 100 * sum(not texts for texts in truths.values()) / len(truths)  # no answer at all
-        chance = {"exact_match": silent, "f1": silent}
-        return {name: Metric(value, of_questions(name), 100, chance=chance.get(name)) for name, value in shown.items()}
+        empty = sum(not texts for texts in truths.values())
+        counts = {"HasAns": len(truths) - empty, "NoAns": empty}
+        chance = dict.fromkeys(("exact_match", "f1"), 100 * empty / len(truths))  # no answer at all
+        return {
+            name: Metric(value, counts.get(name.partition("_")[0], len(truths)), 100, chance=chance.get(name))
+            for name, value in values.items()
+        }
 
 
 if __name__ == "__main__":

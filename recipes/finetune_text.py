@@ -16,15 +16,14 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Value
 from torch import Tensor
 from training.classification import ClassificationTask, TextTask
-from training.data import SUBSET_SEED, Source, check_labels, check_texts, load_split
-from training.metrics import text_scores
+from training.data import SUBSET_SEED, Source, check_cells, check_labels, check_texts, load_split
+from training.metrics import CLASSES, REGRESSION
 from training.options import RunOptions, described
 from training.run import main
 
 from hf_rfattn.results import Metric
 
 HELD_OUT = 0.1  # of a single file
-MAIN_METRICS = {"classification": "accuracy", "regression": "spearmanr"}
 
 
 @dataclass(kw_only=True)
@@ -37,24 +36,20 @@ class TextOptions(RunOptions):
         "What to predict. Default: regression if the labels are floating-point numbers, else classification."
     )
     eval_share: float | None = described(
-        f"Share of the training examples to hold out for evaluation, where there is no split for it. "
+        "Share of the training examples to hold out for evaluation, where there is no split for it. "
         f"Default: {HELD_OUT} if --data is a single file."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data is None:
-            raise ValueError(
-                "--data is missing: a CSV, JSON lines or parquet file, a folder of them, or a Hub data set."
-            )
+            raise ValueError("--data is missing: a CSV, JSON lines or parquet file, a folder of them, or a Hub name.")
         if self.eval_share is None and Path(self.data).expanduser().is_file():
             self.eval_share = HELD_OUT
         if self.eval_share is not None and not 0 < self.eval_share < 1:
             raise ValueError(f"--eval-share is a share, above 0 and below 1, not {self.eval_share}.")
         if self.eval_share is not None and self.eval_split is not None:
-            raise ValueError(
-                "Evaluation takes --eval-split, or --eval-share of the training examples; give one of them."
-            )
+            raise ValueError("--eval-split and --eval-share both choose the evaluation examples; give one of them.")
 
 
 class OwnTextTask(ClassificationTask):
@@ -67,10 +62,17 @@ class OwnTextTask(ClassificationTask):
         super().__init__(options)
         self.hub_config = options.data_config
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return CLASSES if self.text_task.labels else REGRESSION
+
     def load(self, source: Source) -> dict[str, Dataset]:
         options = self.options
         self.name = source.name.rpartition("/")[2]
         texts = tuple(filter(None, (options.text_column, options.text_pair_column)))
+        if options.label_column in texts or len(set(texts)) < len(texts):
+            given = ", ".join([*texts, options.label_column])
+            raise ValueError(f"Texts and label must be different columns, not {given}.")
         split = options.eval_split or "validation"
         parts = {"train": self._read(source, "train", texts)}
         if options.eval_share is None:
@@ -79,29 +81,17 @@ class OwnTextTask(ClassificationTask):
         self.text_task = TextTask(texts, names, (split,))
         parts = {part: with_numbers(rows, names, f"{source.name}, split {part!r}") for part, rows in parts.items()}
         if options.eval_share is not None:
-            parts["train"], parts[split] = hold_out(parts["train"], options.eval_share)
-        if names:
-            check_seen(parts["train"], parts[split], names, f"{source.name}, split {split!r}")
+            halves = parts["train"].train_test_split(test_size=options.eval_share, seed=SUBSET_SEED)
+            parts = {"train": halves["train"].flatten_indices(), split: halves["test"].flatten_indices()}
         return parts
 
     def _read(self, source: Source, split: str, texts: tuple[str, ...]) -> Dataset:
         """One split; its labels as they are, in the column "label"."""
         column, where = self.options.label_column, f"{source.name}, split {split!r}"
-        if column in texts or len(set(texts)) < len(texts):
-            raise ValueError(f"Texts and label must be different columns, not {', '.join([*texts, column])}.")
         rows = load_split(source, split, [*texts, column])
         check_texts(rows, texts, where, blank=False)
-        if column != "label":
-            if "label" in texts:
-                raise ValueError("A column of texts cannot be called 'label'; rename it.")
-            rows = rows.rename_column(column, "label")
-        for i, label in enumerate(rows["label"][:]):
-            if label is None or (isinstance(label, str) and not label.strip()):
-                raise ValueError(
-                    f"{where}: example {i} has an empty cell in the column {column!r}. Fill in the label, or remove "
-                    "such rows. (In CSV files NA, None and null count as empty.)"
-                )
-        return rows
+        check_cells(rows, column, lambda label: label is not None and str(label).strip() != "", where, "a label")
+        return rows if column == "label" else rows.rename_column(column, "label")
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
         found = super().score(split, predictions)
@@ -112,32 +102,19 @@ class OwnTextTask(ClassificationTask):
             found["mean_absolute_error"] = Metric(error, len(truth), lower_is_better=True, chance=constant)
         return found
 
-    def measure(self, predictions: Tensor, references: Tensor) -> dict[str, float]:
-        return text_scores(predictions.numpy(), references.numpy(), bool(self.text_task.labels))
-
-    @property
-    def main_metric(self) -> str:  # type: ignore[override]
-        return MAIN_METRICS["classification" if self.text_task.labels else "regression"]
-
 
 def label_names(train: Dataset, options: TextOptions, where: str) -> tuple[str, ...]:
     """The classes in the order of their numbers; none for regression."""
     kind, labels = train.features["label"], train["label"][:]
     if isinstance(kind, ClassLabel) and options.problem != "regression":
         check_labels(train, len(kind.names), where)
-        names, seen = tuple(kind.names), {kind.names[label] for label in labels}
-    elif options.problem == "regression" or (options.problem is None and isinstance(labels[0], float)):
+        return tuple(kind.names)
+    if options.problem == "regression" or (options.problem is None and isinstance(labels[0], float)):
         return ()
-    elif not isinstance(labels[0], (str, int, float)):
-        raise ValueError(f"{where}: labels must be names or numbers, not {labels[0]!r}.")
-    else:
-        names = tuple(map(str, sorted(set(labels))))
-        seen = set(names)
-    if len(seen) < 2:
-        raise ValueError(f"{where}: all examples have the label {seen.pop()!r}; at least two classes are needed.")
-    if len(seen) == len(labels) > 2:
+    names = tuple(map(str, sorted(set(labels))))
+    if len(names) < 2 or len(names) == len(labels) > 2:
         raise ValueError(
-            f"{where}: each of the {len(labels)} examples has a label of its own. Is {options.label_column!r} the "
+            f"{where}: {len(labels)} examples have {len(names)} different labels. Is {options.label_column!r} the "
             "column of the labels? For scores, give --problem regression."
         )
     return names
@@ -147,41 +124,19 @@ def with_numbers(rows: Dataset, names: tuple[str, ...], where: str) -> Dataset:
     """Labels as the numbers of their classes, or as scores."""
     kind, labels = rows.features["label"], rows["label"][:]
     if not names:
-        for i, label in enumerate(labels):
-            if isinstance(label, (str, bool)) or not math.isfinite(label):
-                raise ValueError(f"{where}: example {i} has the label {label!r}; regression needs finite numbers.")
+        check_cells(
+            rows, "label", lambda label: isinstance(label, (int, float)) and math.isfinite(label), where, "a number"
+        )
         return rows.cast_column("label", Value("float64"))
     if isinstance(kind, ClassLabel):
-        check_labels(rows, len(names), where)
-        labels = [kind.names[label] for label in labels]
+        labels = [kind.int2str(label) for label in labels]
     numbers = {name: number for number, name in enumerate(names)}
     for i, label in enumerate(labels):
         if str(label) not in numbers:
-            raise ValueError(f"{where}: {never_seen(i, str(label), names)}")
+            known = ", ".join(map(repr, names[:10]))
+            raise ValueError(f"{where}: example {i} has the label {label!r}, which no training example has ({known}).")
     column: list[Any] = [numbers[str(label)] for label in labels]
     return rows.remove_columns("label").add_column("label", column)
-
-
-def hold_out(train: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Training and evaluation examples, drawn once and for all."""
-    count = round(share * len(train))
-    if not 1 <= count < len(train):
-        raise ValueError(f"--eval-share {share} of {len(train)} examples leaves none to evaluate on, or to train on.")
-    parts = train.train_test_split(test_size=count, seed=SUBSET_SEED)
-    return parts["train"].flatten_indices(), parts["test"].flatten_indices()
-
-
-def check_seen(train: Dataset, evaluation: Dataset, names: tuple[str, ...], where: str) -> None:
-    """Every class of the evaluation examples must be among those trained on."""
-    seen = set(train["label"][:])
-    for i, label in enumerate(evaluation["label"][:]):
-        if label not in seen:
-            raise ValueError(f"{where}: {never_seen(i, names[label], [names[number] for number in sorted(seen)])}")
-
-
-def never_seen(number: int, label: str, names: Any) -> str:
-    known = ", ".join(map(repr, names[:10])) + (", …" if len(names) > 10 else "")
-    return f"example {number} has the label {label!r}, which no training example has; those have {known}."
 
 
 if __name__ == "__main__":

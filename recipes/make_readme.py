@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 import PIL.Image
@@ -26,7 +25,6 @@ from hf_rfattn.bench import compile_time, decode, model, ops
 from hf_rfattn.results import (
     SOFTMAX,
     Block,
-    Bullets,
     Heading,
     Image,
     Paragraph,
@@ -40,6 +38,7 @@ from hf_rfattn.results import (
     read_result,
     times,
 )  # fmt: skip
+from hf_rfattn.study import study_class
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
@@ -182,9 +181,8 @@ def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer with the fewest features, and whole models: of the result files that are in no subfolder."""
-    own = [document for name, document in documents.items() if "/" not in name]
-    found = {kind: [document for document in own if document["kind"] == kind] for kind in BENCHMARKS}
+    """One layer with the fewest features, and whole models."""
+    found = {kind: [d for d in documents.values() if d["kind"] == kind] for kind in BENCHMARKS}
     for document in found["bench ops"][:1]:
         lengths = [length for length in document["lengths"] if length in SHOWN_LENGTHS] or document["lengths"]
         features = min((each["features"] for each in document["crossovers"] if each["features"]), default=None)
@@ -197,29 +195,15 @@ def speed(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
-    """What each study concluded, with its figures."""
+    """The main numbers of each study, with its figures."""
     for name, document in documents.items():
         if document["kind"].startswith("study "):
             path = name.removesuffix(".json")
             yield Heading(document["kind"].removeprefix("study ").capitalize() + f": {Path(path).name}", 3)
             yield Paragraph(f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name}).")
-            yield Bullets(document["conclusions"])
-            if document["kind"] == "study heads":
-                yield error_table(document["layers"])
+            yield study_class(document["kind"].removeprefix("study ")).table(document)
             for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
                 yield Paragraph(f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})")
-
-
-def error_table(layers: dict[str, list[float]]) -> Table:
-    """The error of each mechanism before training, mean and by layer."""
-    means = {name: fmean(errors) for name, errors in layers.items()}
-    number_of_layers = len(next(iter(layers.values())))
-    headings = ["error before training", "mean", *(f"layer {number}" for number in range(number_of_layers))]
-    rows = [
-        [name, *(f"{error:.2f}" for error in (mean, *layers[name]))]
-        for name, mean in sorted(means.items(), key=lambda each: each[1])
-    ]
-    return Table("", headings, rows)
 
 
 def upstream(documents: Documents, results: str) -> Iterator[Block]:

@@ -38,13 +38,9 @@ def main(
     for start in track(range(0, train + validation, BATCH), description="writing"):
         first = torch.full((min(BATCH, train + validation - start), 1), tokenizer.bos_token_id)
         written = writer.generate(
-            first,
-            attention_mask=torch.ones_like(first),
-            do_sample=True,
-            top_k=0,
-            max_length=length,
+            first, attention_mask=torch.ones_like(first), do_sample=True, top_k=0, max_length=length,
             pad_token_id=tokenizer.eos_token_id,
-        )
+        )  # fmt: skip
         texts += tokenizer.batch_decode(written, skip_special_tokens=True)
     output.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", texts[:train]), ("validation", texts[train:])):

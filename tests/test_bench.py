@@ -1,7 +1,6 @@
 """Benchmarks at toy size: what they time, in which order, what they count and write. Nothing here asserts a time."""
 
 import json
-import time
 from collections import Counter
 
 import pytest
@@ -14,7 +13,7 @@ from hf_rfattn import mechanism_names, patch_model, results
 from hf_rfattn.bench import decode, loading
 from hf_rfattn.bench.decode import Decoder, cache_bytes
 from hf_rfattn.bench.settings import DecodeSettings
-from hf_rfattn.bench.timing import Competitor, Spread, Watch, busy_seconds, interleave, median_ratio, threads
+from hf_rfattn.bench.timing import Competitor, Spread, interleave, median_ratio, threads
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.mechanisms import resolve_config
@@ -90,52 +89,6 @@ def test_warmup_is_not_counted():
     assert seconds == {"a": [1, 2, 3]}
 
 
-class Neighbours:
-    """A clock, and what other processes take of its time: a share for each second."""
-
-    def __init__(self, shares):
-        self.shares, self.now, self.taken = iter(shares), 0.0, 0.0
-
-    def clock(self):
-        return self.now
-
-    def busy(self):
-        return self.taken
-
-    def second(self):
-        self.now += 1
-        self.taken += next(self.shares)
-
-    def sleep(self, seconds):
-        assert seconds == 0.5
-        self.now += seconds
-        self.taken += seconds * next(self.shares)
-
-
-def watched(shares, patience, repetitions):
-    others = Neighbours(shares)
-    watch = Watch(patience, busy=others.busy, clock=others.clock, sleep=others.sleep)
-    seconds = interleave({"a": Competitor(others.second)}, repetitions, warmup=0, watch=watch, clock=others.clock)
-    assert seconds == {"a": [1] * repetitions} and next(others.shares, None) is None
-    return watch.to_dict()
-
-
-def test_runs_that_others_disturb():
-    assert watched([0, 1, 0], 0, 3) == {"runs": 3, "disturbed": 1, "thrown_away": 0}
-    assert watched([0.05, 0.1, 0.15], 0, 3) == {"runs": 3, "disturbed": 1, "thrown_away": 0}
-    # disturbed, two half seconds of waiting, calm: again
-    assert watched([0, 1, 1, 0, 0, 0], 60, 3) == {"runs": 3, "disturbed": 0, "thrown_away": 1}
-    # patience ends after the run thrown away (1 s) and two waits (1 s): what comes then counts, but is told
-    assert watched([1, 1, 1, 1, 1], 2, 2) == {"runs": 2, "disturbed": 2, "thrown_away": 1}
-
-
-def test_others_are_told_from_this_process():
-    before, start = busy_seconds(), time.process_time()
-    while time.process_time() - start < 0.3:
-        pass
-    assert busy_seconds() - before < 10  # a number of seconds; how many is up to the others
-
-
 def test_spread_and_ratio():
     assert Spread.of([7.0]) == Spread(7, 7, 7, 1)
     assert Spread.of([5, 1, 2, 3, 4]) == Spread(3, 2, 4, 5)
@@ -190,7 +143,6 @@ def test_decode_writes_a_result(result):
         assert cell["tokens_per_second"] == pytest.approx(1000 * cell["batch"] / spread["median"], rel=1e-3)
         assert cell["tokens_per_second_over_softmax"] == 1 or cell["attention"] != "softmax"
         assert cell["tokens_per_second_over_static_cache"] == 1 or cell["attention"] != decode.STATIC
-    assert result["neighbours"]["runs"] == 2 * len(cells) and result["neighbours"]["thrown_away"] == 0
     assert (result["output"] / "decode.png").read_bytes().startswith(b"\x89PNG")
     for name in names:
         assert name in result["text"]
@@ -291,14 +243,6 @@ def test_softmax_is_skipped_where_it_does_not_fit(gpt2, monkeypatch, tmp_path):
     assert cells["favor+", 2, 64]["tokens_per_second_over_softmax"] is None
     assert "skipped" not in cells["softmax", 1, 32]
     assert "Not measured: softmax, context 64, batch 2: needs" in text
-
-
-def test_contexts_are_measured_together_where_they_fit():
-    models = {"softmax": tiny_gpt2(), "multipole": patch_model(tiny_gpt2(), "multipole"), "band": tiny_gpt2()}
-    both = 2 * 512  # bytes a token of those that hold all keys
-    assert decode._groups(models, 1, [32, 64, 128], free=10**9) == [[32, 64, 128]]
-    assert decode._groups(models, 1, [32, 64, 128], free=2 * both * 100) == [[32, 64], [128]]
-    assert decode._groups(models, 1, [32, 64, 128], free=0) == [[32], [64], [128]]
 
 
 def test_a_mechanism_with_two_names_is_measured_once():

@@ -121,7 +121,7 @@ def test_lora_with_the_mechanisms_saved(tmp_path):
 
 
 def test_trainer_trains_the_mechanisms(tmp_path):
-    model = patch_model(classifier(), "fmm", bandwidth=4, far=("hedgehog",))
+    model = patch_model(classifier(), "fmm", bandwidth=4, far=("hedgehog",), global_tokens=0)
     data = [{"input_ids": ids(1, 20)[0], "labels": i % 2} for i in range(16)]
     before = {n: p.clone() for n, p in model.named_parameters()}
     arguments = TrainingArguments(

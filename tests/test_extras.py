@@ -77,7 +77,7 @@ def test_the_base_needs_no_extra(tmp_path):
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        ("psutil", ["bench", "ops"]),
+        ("psutil", ["bench", "decode"]),
         ("matplotlib", ["bench", "ops"]),
         ("matplotlib", ["study", "gram"]),
     ],

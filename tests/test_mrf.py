@@ -249,36 +249,6 @@ def test_samples_follow_the_marginals(with_features):
             assert (seen / count - pairs[b, t]).abs().max() < 5 * 0.5 / count**0.5
 
 
-def test_fit_with_features_nears_the_exact_fit():
-    generator = torch.Generator().manual_seed(0)
-    truth = LinearChainMRF(0.7 * torch.randn(6, 3, generator=generator), length=8, unary=torch.zeros(6))
-    data = truth.sample(300, generator=generator)
-    start = LinearChainMRF(0.2 * torch.randn(6, 3, generator=generator), length=8, unary=torch.zeros(6))
-
-    def likelihood(chain):
-        return float(chain.log_prob(data).mean())
-
-    exact = start.fit(data, steps=150)
-    told = []
-    fitted = start.fit(data, start.random_features(64), steps=150, after_each=told.append)
-    assert told == fitted.losses and len(told) == 150
-    assert likelihood(exact.chain) > likelihood(truth) - 0.1
-    gain = likelihood(exact.chain) - likelihood(start)
-    assert gain > 1 and likelihood(fitted.chain) - likelihood(start) > 0.9 * gain
-    assert fitted.chain.unary.abs().max() > 0.01  # scores are fitted too
-    assert torch.equal(start.unary, torch.zeros(1, 1, 6))  # and the chain it started from is as it was
-
-
-def test_log_z_is_not_all_that_features_stand_for():
-    """The objective that the docstring of `fit` warns of, exact scores and log Z of features, has no bound."""
-    chain = LinearChainMRF(12 * torch.nn.functional.normalize(torch.randn(6, 3), dim=-1), length=8)
-    best = torch.full((1, 8), int(chain.embeddings.norm(dim=-1).argmax()))
-    features = chain.random_features(64)
-    score = chain.log_prob(best) + chain.log_partition()
-    assert float(score - chain.log_partition(features)) > 50  # a "log-probability"
-    assert float(chain.log_prob(best, features)) <= 0 and float(chain.log_prob(best)) <= 0
-
-
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(5)
     expected = torch.rand(1)

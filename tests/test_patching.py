@@ -100,8 +100,8 @@ def test_packed_rows_equal_separate_rows(family, variant):
 @every_mechanism
 def test_unpatching_restores_everything(family, variant):
     model = MODELS[family]()
-    tokens, mask = ids(2, 40), torch.ones(2, 40, dtype=torch.long)
-    mask[1, 30:] = 0
+    tokens, mask = ids(2, 140), torch.ones(2, 140, dtype=torch.long)
+    mask[1, 130:] = 0
     state = {k: v.clone() for k, v in model.state_dict().items()}
     config = model.config.to_dict()
     before = hidden(model, input_ids=tokens, attention_mask=mask)

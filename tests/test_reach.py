@@ -23,7 +23,7 @@ from hf_rfattn import patch_model, unpatch_model
 from hf_rfattn.integration.discovery import find_attention
 from hf_rfattn.ops import softmax_attention
 
-MECHANISMS = {"favor+": {}, "fmm": {"bandwidth": 4}}
+MECHANISMS = {"favor+": {}, "fmm": {"bandwidth": 4, "normalizer": "separate", "global_tokens": 0}}
 every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS)
 
 

@@ -1,7 +1,5 @@
 """What a user can get wrong is told at once, before training, in one line and with exit code 2."""
 
-import collections
-import errno
 import json
 import shutil
 import types
@@ -11,16 +9,13 @@ import finetune_lm
 import finetune_snli
 import finetune_squad
 import pytest
-import torch
 import training.loop
 from datasets import Dataset
-from filelock import FileLock
 from support.hub import LoopbackHub
 from support.recipes import environment, run_apart, run_here
 from training import sample
 from training.messages import errors_as_messages
 from training.options import RunOptions
-from training.output import LOCK
 
 SNLI = (finetune_snli.SnliTask, RunOptions)
 SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
@@ -53,16 +48,15 @@ def refused(capsys, recipe, output, **fields):
         ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
         ({"attention": "linear", "transfer_steps": 3}, "no parameters to teach"),
         ({"attention": "hedgehog", "distill": "self"}, "the head of --model is new"),
-        ({"model": "./nowhere"}, "--model: There is no folder './nowhere'"),
+        ({"model": "./nowhere"}, "--model: './nowhere' cannot be read"),
         ({"model": None}, "--model is missing"),
-        ({"tokenizer": "./nowhere"}, "'./nowhere' has no tokenizer that can be read"),
+        ({"tokenizer": "./nowhere"}, "--tokenizer: './nowhere' cannot be read"),
         ({"data": "./nowhere"}, "neither a folder or file, nor a name on the Hub"),
         ({"eval_split": "dev"}, "sample has no split 'dev'"),
         ({"accumulate": 3}, "--batch-size 8 cannot be shared by 1 processes in 3 passes"),
         ({"mixed_precision": "fp16"}, "--mixed-precision fp16 needs a GPU"),
         ({"report_to": "wandb"}, "--report-to wandb: it is not installed"),
         ({"push_to_hub": "me/tiny", "attention": "favor+"}, "needs a token of the Hub"),
-        ({"push_to_hub": "tiny", "attention": "favor+"}, "does not say whose it is"),
     ],
 )  # fmt: skip
 def test_told_before_training(bert, tmp_path, capsys, monkeypatch, fields, message):
@@ -79,7 +73,7 @@ def test_labels_outside_the_range(bert, tmp_path, capsys):
     Dataset.from_list([*rows, {**rows[0], "label": 3}]).to_parquet(tmp_path / "train.parquet")
     fields = {"model": bert, **QUICK, "data": str(tmp_path)}
     said = refused(capsys, SNLI, tmp_path / "out", **fields)
-    assert "split 'train': example 20 has the label 3; this task has the labels 0 to 2" in said
+    assert "split 'train': example 20 has 3 in the column 'label', not a label from 0 to 2" in said
     rows = sample.make("squad", "validation")[:20]
     Dataset.from_list(rows).to_parquet(tmp_path / "validation.parquet")
     rows[3]["answers"] = {"text": ["gold"], "answer_start": [10**6]}
@@ -89,7 +83,7 @@ def test_labels_outside_the_range(bert, tmp_path, capsys):
     rows[3]["answers"] = {"text": [], "answer_start": []}
     Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
     said = refused(capsys, SQUAD, tmp_path / "out", **{**fields, "max_length": 64, "stride": 8})
-    assert "has no answer, which only --version 2 knows of" in said
+    assert "has no answer; --version 2 allows that" in said
 
 
 @pytest.mark.parametrize(
@@ -106,15 +100,14 @@ def test_empty_cells(bert, tmp_path, capsys, recipe, columns, text):
         (tmp_path / f"{split}.csv").write_text("\n".join([columns, whole, whole, text, whole, text]) + "\n")
     column = columns.split(",")[1]
     said = refused(capsys, recipe, tmp_path / "out", **{**QUICK, "model": bert, "data": str(tmp_path)})
-    assert "example 2 has an empty cell in the column" in said and f"{column!r} (2 in all)" in said
-    assert "remove these rows" in said
+    assert f"example 2 has None in the column {column!r}, not a text (2 such rows in all)" in said
     numbers = "\n".join([columns, *["7,7,1"] * 4]) if recipe is SNLI else "\n".join([columns, *["1,2"] * 4])
     (tmp_path / "train.csv").write_text(numbers + "\n")
     said = refused(capsys, recipe, tmp_path / "out", **{**QUICK, "model": bert, "data": str(tmp_path)})
-    assert "holds int64, not text" in said
+    assert "not a text" in said
 
 
-@pytest.mark.parametrize("damaged", ["tensors.pt", "random_0.pt", "progress.json"])
+@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"])
 @pytest.mark.parametrize("content", [b"", b"nonsense"])
 def test_a_damaged_state(bert, tmp_path, capsys, monkeypatch, damaged, content):
     step = training.loop.Loop._step
@@ -134,7 +127,12 @@ def test_a_damaged_state(bert, tmp_path, capsys, monkeypatch, damaged, content):
     with pytest.raises(SystemExit) as stop:
         run_here(*SNLI, **fields, resume=True)
     said = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "\n" not in said and "step-00000002 is damaged" in said and "--resume" in said
+    assert (
+        stop.value.code == 2
+        and "\n" not in said
+        and "step-00000002 cannot be continued from" in said
+        and "--resume" in said
+    )
     shutil.rmtree(tmp_path / "state" / "step-00000002")
     assert run_here(*SNLI, **fields, resume=True)["steps_done"] == 4
 
@@ -166,35 +164,7 @@ def test_other_recipes(bert, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.parquet").write_bytes(b"nonsense")
     said = refused(capsys, glue, tmp_path / "out", **{"model": bert, **QUICK, "data": str(tmp_path / "mine")})
-    assert "train.parquet cannot be read" in said
-
-
-def test_the_disk_is_full(bert, tmp_path, capsys, monkeypatch):
-    usage = collections.namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30, 2**26 + 2**18))
-    said = refused(capsys, SNLI, tmp_path / "out", model=bert, save_every=2, **QUICK)
-    assert "this run may write" in said and "or leave out --save-every" in said
-
-
-def test_the_disk_fills_up_later(bert, tmp_path, capsys, monkeypatch):
-    """The state before stays whole, and the run goes on from it."""
-    save, calls = torch.save, []
-
-    def full(thing, path):
-        calls.append(path)
-        if len(calls) > 2:  # the second state; the dice are saved as well
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(thing, path)
-
-    monkeypatch.setattr(torch, "save", full)
-    fields = {"model": bert, "save_every": 1, **QUICK}
-    with pytest.raises(SystemExit) as stop:
-        run_here(*SNLI, output=str(tmp_path), **fields)
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and "The disk of" in said and "--resume" in said
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-00000001"]
-    monkeypatch.setattr(torch, "save", save)
-    assert run_here(*SNLI, output=str(tmp_path), resume=True, **fields)["steps_done"] == 4
+    assert "mine, split 'train', cannot be read" in said
 
 
 @pytest.mark.slow
@@ -223,26 +193,14 @@ def test_push_to_hub(bert, tmp_path, monkeypatch):
         assert {"config.json", "README.md", "results/snli.json", "model.safetensors"} <= set(sent)
 
 
-def test_two_runs_in_one_folder(bert, tmp_path, capsys):
-    """As after a kill of a launcher alone: its processes would go on beside the resumed run, and each delete the states
-    of the other.
-    """
-    folder = tmp_path / "out"
-    folder.mkdir()
-    options = {**QUICK, "model": str(bert)}
-    with FileLock(folder / LOCK):
-        assert "Another run is writing to" in refused(capsys, SNLI, folder, **options, resume=True)
-    assert run_here(*SNLI, output=str(folder), **options, resume=True)["steps_done"] == 4
-
-
-def test_errors_of_libraries_say_how_to_see_more(capsys, monkeypatch):
-    def library():
+def test_a_traceback_can_be_asked_for(capsys, monkeypatch):
+    def wrong():
         with errors_as_messages():
             json.loads("{")
 
     with pytest.raises(SystemExit):
-        library()
-    assert "Set HF_RFATTN_TRACEBACK=1" in capsys.readouterr().err
+        wrong()
+    assert "Expecting property name" in capsys.readouterr().err
     monkeypatch.setenv("HF_RFATTN_TRACEBACK", "1")
     with pytest.raises(json.JSONDecodeError):
-        library()
+        wrong()

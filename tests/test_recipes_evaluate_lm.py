@@ -63,7 +63,7 @@ def test_every_attention_at_every_length(gpt2, texts, tmp_path, capsys):
     table = evaluate_lm.table(result["cells"], "a title")
     assert [row[0] for row in table.rows[::2]] == ["softmax", "hedgehog", "hedgehog, after transfer", "linear"]
     assert [row[3] for row in table.rows[:2]] == ["1.000", "1.000"]
-    assert "perplexity" in said.out and "linear has no parameters to teach" in said.err
+    assert "perplexity" in said.out
     for length in LENGTHS:  # keys and values of two layers of size 64 in float32
         assert cells["softmax", "before training", length]["cache_bytes"] == 2 * 2 * 64 * length * 4
     constant = {cells["linear", "before training", length]["cache_bytes"] for length in LENGTHS}
@@ -96,9 +96,8 @@ def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"lengths": [60], "split": "train", "max_tokens": 60, "data": "sample", "model": "./nowhere"}, "'./nowhere'"),
-        ({"split": "dev"}, "no file for the split 'dev'"),
+        ({"split": "dev"}, "split 'dev', cannot be read"),
         ({"text_column": "txt"}, "has no column 'txt'"),
         ({"transfer_steps": 2, "batch_size": 10**6, "attention": "hedgehog"}, "smaller --batch-size"),
     ],
@@ -114,9 +113,8 @@ def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": None}, "--model is missing"),
         ({"lengths": [8]}, "must be above --new-tokens 16"),
-        ({"max_tokens": 100, "lengths": [512]}, "--max-tokens 100 is less than one context"),
+        ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"max_length": 100}, "largest of --lengths"),
         ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "exactly one mechanism"),
         ({"push_to_hub": "me/it"}, "saves no model"),

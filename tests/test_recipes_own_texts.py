@@ -130,12 +130,12 @@ def refused(bert, data, output, capsys, **fields):
         (lambda rows: rows, {"text_column": "txt"}, "has no column 'txt'; it has review, mood"),
         (lambda rows: rows, {"label_column": "y"}, "has no column 'y'; it has review, mood"),
         (lambda rows: rows, {"text_pair_column": "review"}, "must be different columns, not review, review, mood"),
-        (lambda rows: [*rows, {"review": "", "mood": "sad"}], {}, "40 has an empty cell in the column 'review'"),
-        (lambda rows: [*rows, {"review": " ", "mood": "sad"}], {}, "40 has an empty cell in the column 'review'"),
-        (lambda rows: [*rows, {"review": "a", "mood": ""}], {}, "example 40 has an empty cell in the column 'mood'"),
-        (lambda rows: [{**row, "mood": "sad"} for row in rows], {}, "all examples have the label 'sad'"),
-        (lambda rows: [{**row, "mood": f"m{i}"} for i, row in enumerate(rows)], {}, "has a label of its own"),
-        (lambda rows: rows, {"problem": "regression"}, "regression needs finite numbers"),
+        (lambda rows: [*rows, {"review": "", "mood": "sad"}], {}, "example 40 has None in the column 'review'"),
+        (lambda rows: [*rows, {"review": " ", "mood": "sad"}], {}, "example 40 has ' ' in the column 'review'"),
+        (lambda rows: [*rows, {"review": "a", "mood": ""}], {}, "example 40 has None in the column 'mood'"),
+        (lambda rows: [{**row, "mood": "sad"} for row in rows], {}, "40 examples have 1 different labels"),
+        (lambda rows: [{**row, "mood": f"m{i}"} for i, row in enumerate(rows)], {}, "have 40 different labels"),
+        (lambda rows: rows, {"problem": "regression"}, "not a number"),
         (lambda rows: [{**row, "mood": "fair" if row["mood"] == "sad" else "poor"} for row in rows], {},
          "split 'validation': example 0 has the label"),
     ],
@@ -153,7 +153,7 @@ def test_classes_that_only_evaluation_has(bert, tmp_path, capsys):
     write(tmp_path / "data" / "train.csv", rows)
     write(tmp_path / "data" / "validation.csv", [*rows[:3], {"review": "a box .", "mood": "angry"}])
     said = refused(bert, tmp_path / "data", tmp_path / "out", capsys)
-    assert "example 3 has the label 'angry', which no training example has; those have 'glad', 'sad'" in said
+    assert "example 3 has the label 'angry', which no training example has ('glad', 'sad')" in said
 
 
 def test_options():

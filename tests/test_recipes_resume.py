@@ -5,13 +5,12 @@ import random
 import subprocess
 import time
 
-import numpy as np
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.recipes import ROOT, command, environment, make_bert
-from training import saving
+from training.session import whole_folder
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 # dropout throws dice, favor+ redraws, best models come and go: all of it must be where it was
@@ -77,7 +76,7 @@ def test_killed_at_any_moment(zygote, model, tmp_path, processes):
     assert (torn / "result.json").exists()
     assert len(found) >= 4  # kills
     assert any(name.startswith("partial") for names in found for name in names)  # one of them while a state was written
-    assert not (torn / "state").exists() and not (torn / "best").exists()
+    assert not (torn / "state").exists()
     assert same(weights(whole), weights(torn))
 
 
@@ -103,25 +102,16 @@ def test_torchrun_killed(zygote, model, tmp_path):
     assert same(weights(whole), weights(torn))
 
 
-def test_dice_of_a_state_go_on(tmp_path):
-    """Numbers and tensors alone, so that nothing can be unpickled from a state."""
-    torch.save(saving._random_states(), tmp_path / "dice.pt")
-    first = random.random(), np.random.rand(), float(torch.rand(()))
-    assert (random.random(), np.random.rand(), float(torch.rand(()))) != first
-    saving._set_random_states(torch.load(tmp_path / "dice.pt", weights_only=True))
-    assert (random.random(), np.random.rand(), float(torch.rand(()))) == first
-
-
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
     """What an interrupted attempt left behind does not get in, and what was there before stays until all is written."""
     target = tmp_path / "model"
-    with pytest.raises(KeyboardInterrupt), saving.whole_folder(target) as partial:
+    with pytest.raises(KeyboardInterrupt), whole_folder(target) as partial:
         partial.mkdir()
         (partial / "half").write_text("1")
         raise KeyboardInterrupt
     assert not target.exists()
     for name in ("first", "second"):
-        with saving.whole_folder(target) as partial:
+        with whole_folder(target) as partial:
             partial.mkdir()
             (partial / name).write_text("2")
             assert not target.exists() or [path.name for path in target.iterdir()] == ["first"]

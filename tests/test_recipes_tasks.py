@@ -60,7 +60,7 @@ def test_the_result_file(bert, tmp_path):
     assert result["budget"]["steps"] == 6 and result["budget"]["epochs"] == 0.75
     assert result["processes"] == 1 and result["hardware"]["cpu"] and result["git"].keys() == {"commit", "changed"}
     assert result["versions"]["accelerate"] and result["versions"]["scikit-learn"]
-    for name in ("samples_per_second", "tokens_per_second", "padded_tokens_per_second", "peak_memory_bytes"):
+    for name in ("samples_per_second", "tokens_per_second", "peak_memory_bytes"):
         assert result[name] > 0
     assert 0 < result["train_seconds"] < result["wall_time_seconds"]
     # sample pairs have 10 tokens each: nothing is padded
@@ -100,14 +100,11 @@ def test_squad(request, tmp_path, family, version):
     parse_result(result)
     assert {"exact_match", "f1"} <= set(result["metrics"])
     assert result["metrics"]["f1"]["n"] == 37 and result["metrics"]["f1"]["scale"] == 100
-    assert ("best_f1" in result["metrics"]) == (version == "2")
     chance = result["metrics"]["f1"]["chance"]  # of no answer to any question
     assert 0 < chance < 100 if version == "2" else chance == 0
     if version == "2":
-        answerable, not_answerable = (result["metrics"][name]["n"] for name in ("HasAns_f1", "NoAns_exact"))
+        answerable, not_answerable = (result["metrics"][name]["n"] for name in ("HasAns_f1", "NoAns_exact_match"))
         assert answerable + not_answerable == 37 and answerable > not_answerable > 0
-        assert result["metrics"]["best_f1"]["value"] >= result["metrics"]["f1"]["value"]
-    assert result["windows"]["train"] >= 64
 
 
 def test_language_from_scratch_and_on(tmp_path):

@@ -12,7 +12,7 @@ import torch
 import training.run
 import transformers
 from safetensors.torch import load_file
-from support.recipes import forget_processes, make_bert, make_gpt2, run_here
+from support.recipes import forget_processes, make_gpt2, run_here
 from training.options import RunOptions
 from training.session import make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
@@ -86,7 +86,7 @@ def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
     assert all(torch.equal(converted[name], value) for name, value in base.items())
 
     softmax = train(bert, tmp_path / "softmax", attention="softmax")[1]
-    weights, tuned = train(bert, tmp_path / "tuned", init=str(folder))
+    weights, tuned = train(str(folder), tmp_path / "tuned", model_name=Path(bert).name)
     assert tuned["attention"] == result["attention"] and tuned["transfer"]["steps"] == 12
     assert tuned["transfer"]["dataset"] == result["dataset"]
     for name in ("model", "task", "dataset", "budget"):  # so that they stand in one table
@@ -113,7 +113,7 @@ def test_conversion_of_a_language_model(tmp_path):
     fields = {"data": str(tmp_path), "eval_split": "test", "max_length": 32, "max_steps": 2, "batch_size": 4}
     datasets.Dataset.from_list(sample.make("wikitext", "train")[:40]).to_parquet(tmp_path / "test.parquet")
     result = run_here(
-        finetune_lm.LanguageTask, finetune_lm.LanguageOptions, model=gpt2, init=str(tmp_path / "out" / "model"),
+        finetune_lm.LanguageTask, finetune_lm.LanguageOptions, model=str(tmp_path / "out" / "model"), model_name="gpt2",
         output=str(tmp_path / "tuned"), distill="self", **fields,
     )  # fmt: skip
     assert result["metrics"]["perplexity"]["value"] > 1 and result["model"] == "gpt2"
@@ -222,12 +222,10 @@ def test_lora(bert, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"init": "x", "attention": "fmm"}, "leave --attention out"),
-        ({"init": "x", "model": None}, "--init needs --model"),
-        ({"transfer_steps": 5, "attention": "softmax"}, "--attention is softmax"),
-        ({"distill_weight": 0.0}, "a share"),
+        ({"transfer_steps": 5, "attention": "softmax"}, "--transfer-steps belongs to a mechanism"),
+        ({"distill_weight": 1.5}, "a share"),
         ({"distill_hidden": 1.0}, "needs --distill"),
-        ({"lora_rank": 0}, "at least 1"),
+        ({"lora_rank": 0}, "--lora-rank must be above 0"),
     ],
 )
 def test_options_that_do_not_go_together(fields, message):
@@ -236,16 +234,6 @@ def test_options_that_do_not_go_together(fields, message):
 
 
 def test_what_is_no_conversion_is_told(bert, tmp_path, capsys):
-    other = make_bert(tmp_path / "other", num_hidden_layers=1)
-    patched = hf_rfattn.patch_model(transformers.BertModel.from_pretrained(other), "hedgehog")
-    patched.save_pretrained(tmp_path / "patched")
-    for init, message in (
-        (bert, "nothing in it is patched"),
-        (str(tmp_path / "patched"), "its num_hidden_layers is 1"),
-    ):
-        with pytest.raises(SystemExit):
-            train(bert, tmp_path / "out", init=init)
-        assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="Give --model"):
         recipe.ConvertOptions(model=bert, attention="softmax")
     with pytest.raises(ValueError, match="two for pairs"):

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 
 from ..integration import patch_model
 from ..results import SOFTMAX, Block, Table, new_result, rounded
-from .contenders import named_configs
+from .loading import named_configs
 from .settings import CompileSettings
 from .timing import threads
 

@@ -13,13 +13,13 @@ hours on a CPU:
 
 Before each timed row of steps, off the clock, the cache is cut back to n - 1 tokens, contiguous as `torch.cat` leaves
 it, and one step is made, so that what is timed begins after n tokens and in the wake of its own kind. All mechanisms
-at all contexts whose caches fit into memory together are interleaved.
+at one context are interleaved.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from ..integration.cache import RecurrentLayer
 from ..integration.discovery import find_attention
-from ..mechanisms import Mechanism, MechanismConfig, mechanism_names
+from ..mechanisms import MechanismConfig, mechanism_names
 from ..ops.multipole_causal import Context
 from ..results import (
     SOFTMAX,
@@ -46,11 +46,10 @@ from ..results import (
     new_result,
     rounded,
 )
-from .contenders import named_configs
 from .devices import check_device, check_dtype
-from .loading import SHAPES, describe, load_model, share_weights
+from .loading import SHAPES, describe, load_model, named_configs, share_weights
 from .settings import DecodeSettings
-from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
+from .timing import Competitor, Spread, interleave, median_ratio, synchroniser, threads
 
 PROMPT = 64  # tokens, or fewer, that make a state
 WARMUP = 1  # repetitions
@@ -68,8 +67,8 @@ def mechanisms(settings: DecodeSettings) -> dict[str, MechanismConfig]:
 
 def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: None) -> Document:
     """The result document. `progress` is told the share of the work that is done and what is being done."""
-    check_dtype(settings.dtype)
     check_device(settings.device)
+    check_dtype(settings.dtype, settings.device)
     if min(settings.contexts) < 2:
         raise ValueError("A context must have at least 2 tokens.")
     started, attention = time.perf_counter(), mechanisms(settings)
@@ -85,14 +84,12 @@ def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: 
         static = StaticCache(models[SOFTMAX].config, max_cache_len=length)
         if all(type(layer) is StaticLayer for layer in static.layers):
             models = {SOFTMAX: models[SOFTMAX], STATIC: models[SOFTMAX], **models}
-        watch, cells = Watch(settings.patience), []
+        cells: list[dict[str, Any]] = []
         timed_runs = (WARMUP + settings.repetitions) * len(models) * len(settings.contexts) * len(settings.batches)
         done = itertools.count(1)
-        for batch in settings.batches:
-            free = free_memory(torch.device(settings.device))
-            for contexts in _groups(models, batch, settings.contexts, free):
-                advance = lambda key, batch=batch: progress(next(done) / timed_runs, f"batch {batch}")  # noqa: E731
-                cells += _measure_group(models, batch, contexts, settings, watch, advance)
+        for batch, context in itertools.product(settings.batches, settings.contexts):
+            advance = lambda key, batch=batch: progress(next(done) / timed_runs, f"batch {batch}")  # noqa: E731
+            cells += _measure_group(models, batch, [context], settings, advance)
     name = f"{settings.model}-shaped, random weights" if settings.model in SHAPES else name_of(settings.model)
     return {
         **result,
@@ -104,7 +101,6 @@ def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: 
         "warmup": WARMUP,
         "tokens_per_repetition": settings.tokens,
         "cells": cells,
-        "neighbours": watch.to_dict(),
         "load_average_end": load_average(),
         "wall_time_seconds": round(time.perf_counter() - started, 1),
     }
@@ -190,31 +186,11 @@ class Decoder:
         return int(min(self.context - 1, window - 1))
 
 
-def _groups(models: dict[str, PreTrainedModel], batch: int, contexts: Sequence[int], free: int) -> list[list[int]]:
-    """Contexts to measure together: as many as let caches of all keys fit in half of the free memory at once."""
-    caches = sum(name in (SOFTMAX, STATIC) or _holds_all_keys(model) for name, model in models.items())
-    groups: list[list[int]] = [[]]
-    room = free / 2
-    for context in contexts:
-        needed = caches * softmax_bytes(models[SOFTMAX], batch, context)
-        if groups[-1] and needed > room:
-            groups.append([])
-            room = free / 2
-        groups[-1].append(context)
-        room -= needed
-    return groups
-
-
-def _holds_all_keys(model: PreTrainedModel) -> bool:
-    return any(isinstance(module, Mechanism) and module.holds_all_keys for module in model.modules())
-
-
 def _measure_group(
     models: dict[str, PreTrainedModel],
     batch: int,
     contexts: list[int],
     settings: DecodeSettings,
-    watch: Watch,
     advance: Callable[[Any], Any],
 ) -> list[dict[str, Any]]:
     """One batch: all competitors at all these contexts interleaved."""
@@ -234,7 +210,6 @@ def _measure_group(
         settings.repetitions,
         warmup=WARMUP,
         seed=settings.seed,
-        watch=watch,
         synchronise=synchroniser(device),
         after_each=advance,
     )

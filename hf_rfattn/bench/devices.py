@@ -10,9 +10,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
 
 
-def check_dtype(name: str) -> None:
+def check_dtype(name: str, device: str) -> None:
+    """Raise for an unknown dtype, and for bfloat16 on a CPU where it would end this process (another one tries).
+
+    Some virtual machines announce matrix instructions that they do not have.
+    """
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not possible; choose one of {', '.join(DTYPES)}.")
+    if name == "bfloat16" and torch.device(device).type == "cpu":
+        finished = subprocess.run([sys.executable, "-c", _PRODUCT], capture_output=True, text=True)
+        if finished.returncode:
+            raise ValueError(
+                f"Products in bfloat16 end the process on this machine (exit code {finished.returncode}). Choose "
+                "another dtype, or set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and try again."
+            )
 
 
 def check_device(name: str) -> None:
@@ -20,16 +31,3 @@ def check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} is not possible here. {error}") from error
-
-
-def check_bfloat16_products() -> None:
-    """Raise if a product in bfloat16 would end this process; another process tries.
-
-    Some virtual machines announce matrix instructions that they do not have.
-    """
-    finished = subprocess.run([sys.executable, "-c", _PRODUCT], capture_output=True, text=True)
-    if finished.returncode:
-        raise ValueError(
-            f"Products in bfloat16 end the process on this machine (exit code {finished.returncode}). Leave bfloat16 "
-            "out of --dtypes, or set the environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and try again."
-        )

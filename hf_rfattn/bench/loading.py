@@ -1,7 +1,7 @@
 """Models to measure: with random weights or pretrained, softmax and patched copies that hold the same weights."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,24 +13,19 @@ from .. import patch_model, unpatch_model
 from ..integration.discovery import find_attention
 from ..integration.positions import learned_positions
 from ..integration.reading import load_config, model_class
+from ..mechanisms import MechanismConfig, resolve_config
 from ..results import SOFTMAX
 from .devices import DTYPES
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attn_dropout")
 
 
-def bert(length: int) -> PreTrainedModel:
-    """Shaped like bert-base, a classifier, for inputs of `length` tokens."""
-    config = transformers.BertConfig(max_position_embeddings=length, attention_probs_dropout_prob=0.0)
-    return transformers.BertForSequenceClassification(config)
-
-
-def gpt2(length: int) -> PreTrainedModel:
-    """Shaped like gpt2, a language model."""
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=length, attn_pdrop=0.0))
-
-
-SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"bert": bert, "gpt2": gpt2}
+SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {  # like bert-base and gpt2, for inputs of so many tokens
+    "bert": lambda length: transformers.BertForSequenceClassification(
+        transformers.BertConfig(max_position_embeddings=length, attention_probs_dropout_prob=0.0)
+    ),
+    "gpt2": lambda length: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_positions=length, attn_pdrop=0.0)),
+}
 
 
 def load_model(name: str, length: int, *, dtype: str, device: str, kind: Any = None) -> PreTrainedModel:
@@ -84,6 +79,19 @@ def describe(model: PreTrainedModel, name: str, dtype: str) -> dict[str, Any]:
         "kv_heads": sites[0].num_kv_heads,
         "head_dim": sites[0].head_dim,
     }
+
+
+def named_configs(names: Iterable[str]) -> dict[str, MechanismConfig]:
+    """Configs of mechanisms, each once; an alias keeps its name only where it is more than another name.
+
+    >>> list(named_configs(["performer", "favor+", "linear", "elu-"]))
+    ['favor+', 'linear', 'elu-']
+    """
+    found = {}
+    for name in names:
+        config = resolve_config(name)
+        found[config.name if config == resolve_config(config.name) else name] = config
+    return found
 
 
 def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:

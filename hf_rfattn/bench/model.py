@@ -29,7 +29,6 @@ from ..results import (
     SOFTMAX,
     Block,
     Image,
-    Paragraph,
     Table,
     checkpoint_fingerprint,
     crossover_text,
@@ -41,13 +40,11 @@ from ..results import (
     rounded,
     times,
 )
-from .break_even import crossovers
-from .contenders import named_configs
-from .devices import check_bfloat16_products, check_device, check_dtype
-from .loading import SHAPES, describe, load_model, random_tokens, share_weights
+from .devices import check_device, check_dtype
+from .loading import SHAPES, describe, load_model, named_configs, random_tokens, share_weights
 from .memory import bytes_around
 from .settings import ModelSettings
-from .timing import Competitor, Spread, Watch, interleave, median_ratio, synchroniser, threads
+from .timing import Competitor, Spread, crossovers, interleave, median_ratio, synchroniser, threads
 
 WARMUP = 1  # repetitions
 LEARNING_RATE = 1e-6  # so small that weights stay what they are; the cost of a step does not depend on it
@@ -60,10 +57,8 @@ def measure(settings: ModelSettings, progress: Callable[[float, str], Any] = lam
     """The result document of the first model. `progress` is told the share of the work that is done and what is being
     done.
     """
-    check_dtype(settings.dtype)
     check_device(settings.device)
-    if settings.dtype == "bfloat16" and torch.device(settings.device).type == "cpu":
-        check_bfloat16_products()
+    check_dtype(settings.dtype, settings.device)
     attention: dict[str, Any] = dict(named_configs(settings.attention))  # unknown names fail now
     started, given = time.perf_counter(), settings.model[0]
     with threads(settings.threads), torch.random.fork_rng():
@@ -78,13 +73,12 @@ def measure(settings: ModelSettings, progress: Callable[[float, str], Any] = lam
         models = share_weights(model, attention, settings.seed)
         name = f"{given}-shaped, random weights" if given in SHAPES else name_of(given)
         description = describe(model, settings.base_model or name, settings.dtype) | {"causal": _causal(model)}
-        watch = Watch(settings.patience)
         rounds = list(itertools.product(settings.passes, settings.lengths))
         work = [length * (length + 4096) * (3 if training else 1) for training, length in rounds]
         cells: list[dict[str, Any]] = []
         for number, (training, length) in enumerate(rounds):
             progress(sum(work[:number]) / sum(work), f"{given}, {name_of_pass(training)}, {length:,} tokens")
-            cells += _measure_round(models, settings, training, length, watch)
+            cells += _measure_round(models, settings, training, length)
     about = {"causal": description["causal"], "dtype": settings.dtype}
     return {
         **result,
@@ -103,7 +97,6 @@ def measure(settings: ModelSettings, progress: Callable[[float, str], Any] = lam
         "weights_bytes": sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
         "cells": cells,
         "crossovers": crossovers([c | about for c in cells if c["attention"] != SOFTMAX], description["head_dim"]),
-        "neighbours": watch.to_dict(),
         "load_average_end": load_average(),
         "wall_time_seconds": round(time.perf_counter() - started, 1),
     }
@@ -140,7 +133,7 @@ def _optimizers(models: dict[str, PreTrainedModel]) -> dict[str, list[torch.opti
 
 
 def _measure_round(
-    models: dict[str, PreTrainedModel], settings: ModelSettings, training: bool, length: int, watch: Watch
+    models: dict[str, PreTrainedModel], settings: ModelSettings, training: bool, length: int
 ) -> list[dict[str, Any]]:
     batch = settings.batch_at(length)
     inputs = random_tokens(models[SOFTMAX], batch, length, settings.seed)
@@ -156,7 +149,6 @@ def _measure_round(
         warmup=WARMUP,
         seed=settings.seed,
         max_seconds=settings.max_seconds,
-        watch=watch,
         synchronise=synchroniser(device),
     )
     cells = []
@@ -229,6 +221,7 @@ def rows_of(result: Document, attention: str, training: bool) -> list[dict[str, 
 
 def report(result: Document, name: str) -> list[Block]:
     """Speed over softmax and memory by length, break-even lengths, and a plot."""
+    found = {(each["attention"], each["training"]): crossover_text(each) for each in result["crossovers"]}
     rows = []
     for training, attention in itertools.product(result["training"], [SOFTMAX, *result["attention"]]):
         row = []
@@ -236,16 +229,10 @@ def report(result: Document, name: str) -> list[Block]:
             size = "" if cell["step_bytes"] is None else f", {cell['step_bytes'] / 2**20:,.0f} MiB"
             first = f"{cell['tokens_per_second']:,.0f} tokens/s" if attention == SOFTMAX else None
             row.append((first or times(cell["speed_over_softmax"])) + size)
-        rows.append([name_of_pass(training), attention, *row])
-    crossings = [
-        f"{each['attention']}, {name_of_pass(each['training'])}: {crossover_text(each)}"
-        for each in result["crossovers"]
-    ]
-    return [
-        Table("", ["", "", *(f"{length:,} tokens" for length in result["lengths"])], rows, aligned=False),
-        Paragraph(f"Faster than softmax from (about where the two are equal): {'; '.join(crossings)}."),
-        Image(f"{name}.png", f"{result['model']['name']}: time and memory by length, log-log", partial(plot, result)),
-    ]
+        rows.append([name_of_pass(training), attention, *row, found.get((attention, training), "")])
+    headings = ["", "", *(f"{length:,} tokens" for length in result["lengths"]), "faster from (break-even)"]
+    what = f"{result['model']['name']}: time and memory by length, log-log"
+    return [Table("", headings, rows, aligned=False), Image(f"{name}.png", what, partial(plot, result))]
 
 
 def plot(result: Document) -> Any:

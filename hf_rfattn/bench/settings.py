@@ -35,9 +35,6 @@ class TimingSettings(Settings):
     device: str = setting("cpu", "As torch names it: cpu, cuda, cuda:1.")
     repetitions: int = setting(7, "Of each measurement; the median counts.", min=1)
     max_seconds: float = setting(10.0, "For all repetitions of one measurement; slower ones get fewer.", min=0)
-    patience: float = setting(
-        0.0, "Seconds, in all, to wait for other processes and to repeat what they disturbed.", min=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,6 @@ class OpsSettings(TimingSettings):
     batch: int = setting(1, "Sequences at once.", min=1)
     heads: int = setting(12, "Heads of the layer.", min=1)
     head_dim: int = setting(64, "Size of a head.", min=1)
-    peers: bool = setting(False, "performer-pytorch and fast-transformers too; see `make peers`.")
     repetitions: int = setting(24, "Of each measurement; the median counts.", min=1)
     max_seconds: float = setting(1.5, "For all repetitions of one measurement; slower ones get fewer.", min=0)
 

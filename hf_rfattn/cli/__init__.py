@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import __version__
-from . import bench, hub, study
+from . import bench, hub
+from .doctor import doctor
 from .inspect_model import inspect_model
 from .patch_model import patch, unpatch
+from .study import study
 
 if TYPE_CHECKING:
     from ..mechanisms.config import Option
@@ -76,6 +78,7 @@ app.command("inspect")(inspect_model)
 app.command()(patch)
 app.command()(unpatch)
 app.add_typer(bench.app)
-app.add_typer(study.app)
+app.command()(study)
 app.command()(hub.card)
 app.command()(hub.publish)
+app.command()(doctor)

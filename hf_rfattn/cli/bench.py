@@ -106,22 +106,13 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None
                 files.append(output / f"{name.replace('model', 'speed', 1)}_{attention.replace(' ', '_')}.json")
                 write_result(document, files[-1])
         print_blocks(blocks, console)
-        neighbours = result.get("neighbours", {"disturbed": 0})
-        if neighbours["disturbed"]:
-            console.print(
-                f"Other processes disturbed {neighbours['disturbed']} of {neighbours['runs']} timed runs; "
-                "--patience has them repeated.",
-                highlight=False,
-            )
         console.print(f"Written: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
 
 
 def _name(result: dict[str, Any]) -> str:
-    """Of the files of a result: ops, ops_peers, model_bert, decode, …"""
+    """Of the files of a result: ops, model_bert, decode, compile"""
     kind = result["kind"].removeprefix("bench ")
-    if kind == "model":
-        return f"model_{result['model']['type']}"
-    return f"{kind}_peers" if result.get("peers") else kind
+    return f"model_{result['model']['type']}" if kind == "model" else kind
 
 
 @contextmanager
@@ -133,7 +124,7 @@ def _progress(console: Console) -> Iterator[Callable[[float, str], None]]:
         yield lambda share, doing: progress.update(task, completed=share, description=doing)
 
 
-_add("ops", "ops", OpsSettings, "Time of one attention layer by length: mechanisms, softmax, and other libraries.")
+_add("ops", "ops", OpsSettings, "Time of one attention layer by length: mechanisms against softmax.")
 _add("model", "model", ModelSettings, "Time, throughput and memory of whole models by length: inference and training.")
 _add("decode", "decode", DecodeSettings, "Time and memory of generating one token, by length of context.")
 _add("compile", "compile_time", CompileSettings, "Time of torch.compile at each new input length.")

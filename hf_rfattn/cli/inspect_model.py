@@ -1,4 +1,4 @@
-"""`hf-rfattn inspect MODEL`: what patching would do to a model, what that costs, and from which length on it pays."""
+"""`hf-rfattn inspect MODEL`: what patching would do to a model, and what that costs."""
 
 import json
 from pathlib import Path
@@ -31,52 +31,41 @@ def inspect_model(
         ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Sequence lengths to count for.")] = LENGTHS,
-    measurements: Annotated[
-        Path, typer.Option(help="Folder of what `hf-rfattn bench` has measured on this machine.")
-    ] = Path("bench_out"),
     text: Annotated[str | None, typer.Option(help="Measure the error on this text; loads the weights.")] = None,
     text_file: Annotated[Path | None, typer.Option(help="The same, on the text of a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """What patch_model would do to MODEL: what is patched, what stays softmax and why, what it costs, when it pays.
+    """What patch_model would do to MODEL: what is patched, what stays softmax and why, and what it costs.
 
-    Without a text only the model's config is read. From which length on it pays is what `hf-rfattn bench` has measured
-    on this machine, or else a count of multiply-adds.
+    Without a text only the model's config is read.
     """
     with errors_without_traceback():
         from ..mechanisms import parse_attention
 
         counted = parse_numbers("--lengths", lengths, LENGTHS)
         config = parse_attention(attention, [*(options or []), *(more or [])])
-        text = _read_text(text, text_file)
-        report = _inspect(model, config, counted, measurements, text)
+        if text is not None and text_file is not None:
+            raise ValueError("Give --text or --text-file, not both.")
+        text = text_file.read_text(encoding="utf-8") if text_file is not None else text
+        if text is not None and not text.strip():
+            raise ValueError("The text is empty.")
+        report = _inspect(model, config, counted, text)
         if as_json:
             typer.echo(json.dumps(report, indent=2, default=lambda error: error.to_dict()))
         else:
             typer.echo("\n".join(_report_lines(report)))
 
 
-def _read_text(text: str | None, file: Path | None) -> str | None:
-    if text is not None and file is not None:
-        raise ValueError("Give --text or --text-file, not both.")
-    if file is not None:
-        text = file.read_text(encoding="utf-8")
-    if text is not None and not text.strip():
-        raise ValueError("The text is empty.")
-    return text
-
-
-def _inspect(
-    name: str, config: "MechanismConfig", lengths: list[int], measurements: Path, text: str | None
-) -> dict[str, Any]:
+def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str | None) -> dict[str, Any]:
     """The report as a JSON document, but for the error, which stays an object."""
     import torch
     import transformers
 
+    from .. import attention_error
     from ..integration.cost import crossover_length, is_causal
     from ..integration.discovery import find_attention
     from ..integration.positions import learned_positions
-    from ..integration.reading import load_config, model_class
+    from ..integration.reading import first_tokens, load_config, model_class
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -86,9 +75,10 @@ def _inspect(
         model = cls.from_config(model_config) if hasattr(cls, "from_config") else cls(model_config)
     sites = find_attention(model)
     _patch(model, config)
-    dtype = _dtype(model_config)
+    dtype = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
     patched: list[tuple[Mechanism, bool]] = [(s.module.rf, is_causal(s)) for s in sites if s.module.rf is not None]  # type: ignore[misc]
-    return {
+    report = {
         "model": name,
         "model_type": model_config.model_type,
         "class": type(model).__name__,
@@ -98,16 +88,13 @@ def _inspect(
         "modules": [_site_document(site) for site in sites],
         "costs": [_costs(patched, length, dtype) for length in lengths],
         "crossover_length": crossover_length(patched),
-        "pays": _pays(patched, measurements),
-        **({} if text is None else _measure_error(name, cls, config, text)),
     }
-
-
-def _dtype(config: Any) -> "torch.dtype":
-    import torch
-
-    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if text is not None:
+        loaded = cls.from_pretrained(name, trust_remote_code=False).eval()
+        batch = first_tokens(text, name, loaded, MOST_TOKENS)
+        _patch(loaded, config)
+        report |= {"tokens": batch["input_ids"].numel(), "error": attention_error(loaded, batch)}
+    return report
 
 
 def _patch(model: "PreTrainedModel", config: "MechanismConfig") -> None:
@@ -153,50 +140,6 @@ def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.d
     return cost
 
 
-def _pays(patched: "list[tuple[Mechanism, bool]]", measurements: Path) -> list[dict[str, Any]]:
-    """From which length on patched modules of each kind pay: measured on this machine, or counted where they are not.
-
-    A count does not tell training from inference; it is given for what was not measured at all.
-    """
-    from ..bench.break_even import find_crossover
-    from ..integration.cost import crossover_length
-
-    kinds: dict[tuple[bool, int, int], list[tuple[Mechanism, bool]]] = {}
-    for mechanism, causal in patched:
-        kinds.setdefault((causal, mechanism.head_dim, mechanism.num_features), []).append((mechanism, causal))
-    rows = []
-    for (causal, head_dim, num_features), modules in kinds.items():
-        kind = {"kind": "causal" if causal else "bidirectional", "head_dim": head_dim, "num_features": num_features}
-        measured = [
-            {**kind, "in": use, "length": found.length, "known": "measured", "source": found.source}
-            for use in ("inference", "training")
-            if (
-                found := find_crossover(
-                    modules[0][0].config.name,
-                    head_dim=head_dim,
-                    num_features=num_features or None,
-                    causal=causal,
-                    training=use == "training",
-                    folder=measurements,
-                )
-            )
-        ]
-        counted = {**kind, "in": None, "length": crossover_length(modules), "known": "counted", "source": None}
-        rows += measured or [counted]
-    return rows
-
-
-def _measure_error(name: str, cls: Any, config: "MechanismConfig", text: str) -> dict[str, Any]:
-    """Number of tokens of the text that were used, and the error on them."""
-    from .. import attention_error
-    from ..integration.reading import first_tokens
-
-    model = cls.from_pretrained(name, trust_remote_code=False).eval()
-    batch = first_tokens(text, name, model, MOST_TOKENS)
-    _patch(model, config)
-    return {"tokens": batch["input_ids"].numel(), "error": attention_error(model, batch)}
-
-
 def _report_lines(report: dict[str, Any]) -> list[str]:
     from ..mechanisms.config import option_value
 
@@ -204,7 +147,7 @@ def _report_lines(report: dict[str, Any]) -> list[str]:
     listed = ", ".join(f"{name}={option_value(value)}" for name, value in options.items())
     lines = [f"{report['model']}: {report['class']}, {report['dtype']}"]
     lines += [f"{report['attention']['mechanism']}: {listed or 'no options'}", ""]
-    lines += [*_module_lines(report["modules"]), "", *_cost_lines(report), "", *_pays_lines(report["pays"])]
+    lines += [*_module_lines(report["modules"]), "", *_cost_lines(report)]
     if report["learned_positions"] is not None:
         lines.append(
             f"\nThe model has learned positions for {report['learned_positions']:,} tokens. For longer inputs: "
@@ -267,22 +210,9 @@ def _cost_lines(report: dict[str, Any]) -> list[str]:
         lines.append("State: all that generate() keeps of a sequence, in float32; the KV cache grows with every token.")
     if "feature_bytes" in memory:
         lines.append("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
+    even = report["crossover_length"]
+    lines.append(
+        f"Break-even sequence length in multiply-adds: {f'{even:,}' if even else 'none'}. The break-even in time is "
+        "longer; `hf-rfattn bench ops` and `bench model` measure it on this machine."
+    )
     return lines
-
-
-def _pays_lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["Break-even sequence length:"]
-    several = len({(r["kind"], r["head_dim"], r["num_features"]) for r in rows}) > len({r["kind"] for r in rows})
-    for row in rows:
-        what = row["kind"] + (f", heads of {row['head_dim']}, {row['num_features']} features" if several else "")
-        when = f"from {row['length']:,} on" if row["length"] else "at no length"
-        if row["known"] == "measured":
-            lines.append(f"  {what}, {row['in']}: {when}, measured here: {row['source']}.")
-        else:
-            lines.append(f"  {what}: {when}, counted.")
-    notes = {
-        "measured": "Measured with the nearest head size and number of features; other options are the benchmark's.",
-        "counted": "Counted in multiply-adds, which is optimistic: the break-even in time is later. "
-        "`hf-rfattn bench ops` measures this machine.",
-    }
-    return [*lines, *(note for known, note in notes.items() if any(row["known"] == known for row in rows))]

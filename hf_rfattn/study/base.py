@@ -1,18 +1,18 @@
-"""What every study is: settings, a measurement that gives a document, and figures and conclusions from it."""
+"""What every study is: settings, a measurement that gives a document, and a table and figures from the document."""
 
 import csv
 import dataclasses
+import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from ..mechanisms.config import did_you_mean
-from ..results import name_of, new_result, write_result
+from ..results import Table, name_of, new_result, rounded, write_result
 
 Advance = Callable[[str], Any]
 Result = dict[str, Any]
@@ -20,14 +20,10 @@ AnyStudy = TypeVar("AnyStudy", bound="Study")
 
 
 class Study(ABC):
-    """A frozen dataclass whose fields are the settings of one experiment, with the defaults of a quick run.
-
-    `measure` gives data alone; `figures` and `conclusions` are made from the document that holds them.
-    """
+    """A frozen dataclass whose fields are the settings of one experiment, with the defaults of a quick run."""
 
     name: ClassVar[str]
     full_settings: ClassVar[Mapping[str, Any]]  # what --full changes
-    figures: ClassVar[Mapping[str, Callable[[Result], Figure]]]  # by name of file
     seed: int
 
     @classmethod
@@ -44,45 +40,41 @@ class Study(ABC):
 
     @abstractmethod
     def measure(self, advance: Advance) -> Result:
-        """The data: "rows", one flat dict a measurement, and whatever else plots need. Tells `advance` what it does."""
+        """The data: "rows", one flat dict per measurement, and whatever else plots need. Tells `advance` its steps."""
 
     @staticmethod
     @abstractmethod
-    def conclusions(result: Result) -> list[str]:
-        """What the numbers say, one sentence each."""
+    def table(result: Result) -> Table:
+        """The main numbers of a result document."""
+
+    @staticmethod
+    @abstractmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        """The plots of a result document, by name of file."""
 
 
-def run_study(study: Study, output: Path | None, advance: Advance = lambda doing: None) -> Result:
-    """Measure, conclude, and write NAME.json, NAME.csv and the plots as PNG and SVG."""
+def run_study(study: Study, advance: Advance = lambda doing: None) -> Result:
+    """The result document."""
     started = time.perf_counter()
     shared = new_result(f"study {study.name}", seed=study.seed, packages=["matplotlib"])
     settings = dataclasses.asdict(study)  # type: ignore[call-overload]
     settings |= {name: name_of(settings[name]) for name in ("model", "text_file") if settings.get(name)}
     result = {**shared, "settings": settings, **study.measure(advance)}
-    result["conclusions"] = study.conclusions(result)
-    result["wall_time_seconds"] = round(time.perf_counter() - started, 1)
-    if output is not None:
-        write_study(study, result, output)
-    return result
+    return result | {"wall_time_seconds": round(time.perf_counter() - started, 1)}
 
 
 def write_study(study: Study | type[Study], result: Result, output: Path) -> list[Path]:
-    """The files of a result; returns their paths."""
+    """NAME.json, NAME.csv and the plots as PNG; returns their paths."""
     written = [output / f"{study.name}.json", output / f"{study.name}.csv"]
     write_result(result, written[0])
     rows = result["rows"]
-    names = list(dict.fromkeys(name for row in rows for name in row))
     with written[1].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": study.name}):
-        for name, draw in study.figures.items():
-            figure = draw(result)
-            for kind in ("svg", "png"):
-                written.append(output / f"{name}.{kind}")
-                metadata = {"Date": None} if kind == "svg" else None  # the same data gives the same file
-                figure.savefig(written[-1], dpi=110, metadata=metadata)
+    for name, figure in study.figures(result).items():
+        written.append(output / f"{name}.png")
+        figure.savefig(written[-1], dpi=110)
     return written
 
 
@@ -93,3 +85,14 @@ def rows_with(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]
     [{'M': 16, 'error': 0.3}]
     """
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def mean_columns(name: str, samples: Sequence[float]) -> dict[str, float]:
+    """Mean of samples as column `name`, and the mean minus and plus its standard error as low and high.
+
+    >>> mean_columns("error", [1.0, 3.0])
+    {'error': 2.0, 'low': 1.0, 'high': 3.0}
+    """
+    mean = statistics.fmean(samples)
+    error = statistics.stdev(samples) / len(samples) ** 0.5 if len(samples) > 1 else 0.0
+    return {name: rounded(mean), "low": rounded(mean - error), "high": rounded(mean + error)}

@@ -11,8 +11,6 @@ each other; the coordinates of a Hadamard row are only nearly normal.
 """
 
 import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,10 +20,10 @@ from torch import Tensor
 
 from ..features import KERNELS, FourierFeatures, kernel_matrix
 from ..features.projections import seeded_generator
+from ..results import Table, number
 from ..results.plots import draw_rows, line_style, log_log, rate_line, title_and_legend
-from .base import Advance, Result, Study, rows_with
-from .intervals import mean_interval
-from .projections import draw, use_projection
+from .base import Advance, Result, Study, mean_columns, rows_with
+from .mse import draw
 
 FORMS = {"sincos": "sine and cosine", "cos": "cosine with a phase"}
 PROJECTIONS = ("iid", "orthogonal", "hadamard")
@@ -75,15 +73,14 @@ class GramStudy(Study):
         for kernel in KERNELS:
             exact = kernel_matrix(kernel, points, points)
             pictures[kernel] = {"exact": _encoded(exact)}
-            for number, form in enumerate(FORMS):
+            for index, form in enumerate(FORMS):
                 for projection in PROJECTIONS:
                     for M in self.features:
-                        generator = seeded_generator(self.seed, number, PROJECTIONS.index(projection), M)
+                        generator = seeded_generator(self.seed, index, PROJECTIONS.index(projection), M)
                         estimates = self._approximate(kernel, form, projection, M, points, generator)
                         errors = (estimates - exact).norm(dim=(-2, -1)) / exact.norm()
-                        interval = mean_interval(errors.tolist())
                         row = {"kernel": kernel, "form": form, "projection": projection, "features": M}
-                        rows.append({**row, "error": interval.mean, "low": interval.low, "high": interval.high})
+                        rows.append(row | mean_columns("error", errors.tolist()))
                         if M in self.pictures and (form, projection) == PICTURE:
                             pictures[kernel][str(M)] = _encoded(estimates[0])
                         advance(f"{kernel}, {FORMS[form]}, {projection}")
@@ -93,61 +90,25 @@ class GramStudy(Study):
         self, kernel: str, form: str, projection: str, M: int, points: Tensor, generator: torch.Generator
     ) -> Tensor:
         """φφᵀ of every draw, `[draws, L, L]`."""
-        phi_map = FourierFeatures(
-            self.draws,
-            M,
-            self.dim,
-            (self.seed, M),
-            kernel=kernel,
-            form=form,  # type: ignore[arg-type]
-            normalize_qk=False,
-            projection="iid",
-        ).double()
+        options: dict[str, Any] = {"kernel": kernel, "form": form, "normalize_qk": False, "projection": "iid"}
+        phi_map = FourierFeatures(self.draws, M, self.dim, (self.seed, M), **options).double()
         normal = draw(projection, phi_map.projection.shape, generator)
-        use_projection(phi_map, frequencies(kernel, normal))
-        phi = phi_map("query").exactly(points.expand(1, self.draws, -1, -1)).factor
-        if phi is None:
-            raise ValueError("Fourier features have a factor.")
+        phi_map.projection.copy_(frequencies(kernel, normal))
+        phi: Any = phi_map("query").exactly(points.expand(1, self.draws, -1, -1)).factor  # without exp(|x|²/2)
         return (phi @ phi.mT)[0]
 
     @staticmethod
-    def conclusions(result: Result) -> list[str]:
-        features = result["settings"]["features"]
-        first, last = features[0], features[-1]
-        error = {_key(row): row["error"] for row in result["rows"]}
+    def table(result: Result) -> Table:
+        """Error with the most features."""
+        rows = rows_with(result["rows"], features=result["settings"]["features"][-1])
+        cells = {(row["kernel"], row["form"], row["projection"]): number(row["error"], 3) for row in rows}
+        lines = [[k, FORMS[f], *(cells[k, f, p] for p in PROJECTIONS)] for k in KERNELS for f in FORMS]
+        title = f"Relative error of Gram matrices, M = {result['settings']['features'][-1]:,}"
+        return Table(title, ["kernel", "features", *PROJECTIONS], lines)
 
-        def over_iid(kernel: str, form: str, projection: str, counts: Sequence[int] = features) -> float:
-            """Geometric mean over M of the error over that of iid rows."""
-            ratios = [error[kernel, form, projection, M] / error[kernel, form, "iid", M] for M in counts]
-            return statistics.geometric_mean(ratios)
-
-        def by_kernel(form: str, projection: str, counts: Sequence[int] = features) -> str:
-            return ", ".join(f"{over_iid(kernel, form, projection, counts):.2f} ({kernel})" for kernel in KERNELS)
-
-        slopes = [
-            math.log(error[kernel, form, "iid", last] / error[kernel, form, "iid", first]) / math.log(last / first)
-            for kernel in KERNELS
-            for form in FORMS
-        ]
-        forms = [
-            error[kernel, "cos", "iid", M] / error[kernel, "sincos", "iid", M] for kernel in KERNELS for M in features
-        ]
-        biased = [kernel for kernel in KERNELS if over_iid(kernel, "sincos", "hadamard", (last,)) > 1.1]
-        bias = f"; their coordinates are not normal, which biases {' and '.join(biased)}" if biased else ""
-        return [
-            f"With iid rows the error falls as M to the power {max(slopes):.2f} to {min(slopes):.2f} from "
-            f"M = {first:,} to {last:,}, for every kernel and both forms; theory says -0.50.",
-            f"Cosines with a random phase have {statistics.geometric_mean(forms):.2f} times the error of sine and "
-            "cosine pairs at the same M (iid rows, mean over kernels and M).",
-            "Orthogonal rows have this many times the error of iid ones (mean over M): "
-            f"{by_kernel('sincos', 'orthogonal')} with pairs; {by_kernel('cos', 'orthogonal')} with phases.",
-            f"Hadamard rows, with pairs: {by_kernel('sincos', 'hadamard')} times the error of iid ones (mean over M), "
-            f"at M = {last:,} alone {by_kernel('sincos', 'hadamard', (last,))}{bias}.",
-        ]
-
-
-def _key(row: dict[str, Any]) -> tuple[str, str, str, int]:
-    return row["kernel"], row["form"], row["projection"], row["features"]
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        return {"gram_matrices": _matrices(result), "gram_error": _errors(result)}
 
 
 def _encoded(matrix: Tensor) -> list[str]:
@@ -197,8 +158,5 @@ def _errors(result: Result) -> Figure:
     for axes in grid[-1]:
         axes.set_xlabel("M, features")
     size = f"{settings['length']} points in {settings['dim']} dimensions, {settings['draws']} draws"
-    title_and_legend(figure, f"Random Fourier features of Gram matrices: {size} (bands: 95 % confidence)")
+    title_and_legend(figure, f"Random Fourier features of Gram matrices: {size} (bands: standard error)")
     return figure
-
-
-GramStudy.figures = {"gram_matrices": _matrices, "gram_error": _errors}

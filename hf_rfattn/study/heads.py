@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .. import attention_error, calibrate, unpatch_model
 from ..mechanisms import mechanism_names, resolve_config
+from ..results import Table
 from ..results.plots import BASELINE
 from .base import Advance, Result, Study
 from .pretrained import Captured, capture, describe, load, patch, read_text
@@ -57,14 +57,14 @@ class HeadsStudy(Study):
                     if name == "favor+":
                         found[f"favor++, M = {M:,}"] = {"mechanism": name, "num_features": M, "variance": "optimal"}
             elif hasattr(config, "bandwidth"):
-                found[f"{name} {config.bandwidth}"] = {"mechanism": name}
+                found[f"{name}, default"] = {"mechanism": name}
             elif name not in (BASELINE, "multipole"):
                 found[name] = {"mechanism": name}
         raw = {"mechanism": "rff", "num_features": self.features[0], "normalize_qk": False}
         found[f"rff of raw q and k, M = {self.features[0]:,}"] = raw
-        found[f"band {self.band}"] = {"mechanism": "band", "bandwidth": self.band}
+        found[f"band {self.band}"] = {"mechanism": "band", "bandwidth": self.band, "global_tokens": 0}
         far = [{"mechanism": "favor+", "num_features": self.features[0]}]
-        joint = {"mechanism": "fmm", "bandwidth": self.band, "normalizer": "joint", "far": far}
+        joint = {"mechanism": "fmm", "bandwidth": self.band, "normalizer": "joint", "far": far, "global_tokens": 0}
         found[f"fmm {self.band}, joint, M = {self.features[0]:,}"] = joint
         found[f"fmm {self.band}, joint, edges exact"] = {**joint, "global_tokens": 1}
         for keys in self.exact_keys:
@@ -99,38 +99,15 @@ class HeadsStudy(Study):
         return {"model": description, "tokens": tokens, "rows": rows, "layers": layers, "heads": heads}
 
     @staticmethod
-    def conclusions(result: Result) -> list[str]:
-        layers, heads = result["layers"], result["heads"]
-        mean = {label: statistics.fmean(values) for label, values in layers.items()}
-        best = min(mean, key=lambda label: mean[label])
-        worse = [label for label in mean if label != BASELINE and mean[label] >= mean[BASELINE]]
-        near = sum(head["kind"] == NEAR for head in heads)
-        favor = [label for label in layers if label.startswith("favor+,")][-1]
-        band = f"band {result['settings']['band']}"
-        errors = {
-            label: {(r["layer"], r["head"]): r["error"] for r in result["rows"] if r["estimator"] == label}
-            for label in (favor, band)
-        }
-        order = [(head["layer"], head["head"]) for head in heads]
-        sentences = [
-            f"{near} of {len(heads)} heads are near-field: half of their attention or more stays within "
-            f"{_width(result)} tokens of {result['tokens']}.",
-            f"Before training, {best} is closest to softmax (mean error over layers {mean[best]:.2f}); averaging, with "
-            f"no attention at all, has {mean[BASELINE]:.2f}, and no better than that: {'; '.join(worse) or 'none'}.",
-        ]
-        for name, words in (("norm", "norms"), ("entropy", "entropy")):
-            value = rank_correlation([errors[favor][key] for key in order], [head[name] for head in heads])
-            sentences.append(f"The error of {favor} and the {words} of heads have a rank correlation of {value:.2f}.")
-        if 0 < near < len(heads):
-            parts = []
-            for label in (favor, band):
-                kinds = [
-                    statistics.fmean(errors[label][h["layer"], h["head"]] for h in heads if h["kind"] == kind)
-                    for kind in (NEAR, FAR)
-                ]
-                parts.append(f"{label} {kinds[0]:.2f} and {kinds[1]:.2f}")
-            sentences.append(f"Mean error on near-field and on far-field heads: {'; '.join(parts)}.")
-        return sentences
+    def table(result: Result) -> Table:
+        """Mean error over layers and that of the worst layer."""
+        rows = [[label, f"{statistics.fmean(e):.3f}", f"{max(e):.3f}"] for label, e in result["layers"].items()]
+        title = f"Relative error of attention outputs before training, {result['tokens']} tokens"
+        return Table(title, ["attention", "mean over layers", "worst layer"], rows)
+
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        return {"heads_error": _error_figure(result), "heads_kinds": _kinds_figure(result)}
 
 
 def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[str, Any]]:
@@ -145,34 +122,13 @@ def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[s
     near = (weights * band).sum(-1).mean(-1)
     edges = weights[:, :, [0, -1]].sum(-1).mean(-1)
     norms = (layer.x.norm(dim=-1).mean(-1), layer.y.norm(dim=-1).mean(-1))
-    rows = []
-    for head in range(len(weights)):
-        share = float(near[head])
-        row = {"layer": number, "head": head, "kind": NEAR if share >= 0.5 else FAR, "near_field": round(share, 4)}
-        row |= {"edges": round(float(edges[head]), 4), "entropy": round(float(entropy[head].mean()), 4)}
-        row |= {"query_norm": round(float(norms[0][head]), 4), "key_norm": round(float(norms[1][head]), 4)}
-        rows.append(row | {"norm": round(math.sqrt(float(norms[0][head] * norms[1][head])), 4)})
-    return rows
-
-
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's; 0 if either is constant.
-
-    >>> rank_correlation([1.0, 2.0, 9.0], [0.1, 0.2, 0.3])
-    1.0
-    """
-
-    def ranks(values: list[float]) -> list[float]:
-        """Ties share their mean rank."""
-        return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
-
-    if len(set(a)) == 1 or len(set(b)) == 1:
-        return 0.0
-    return round(statistics.correlation(ranks(a), ranks(b)), 4)
-
-
-def _width(result: Result) -> int:
-    return result["settings"]["bandwidth"]
+    columns = {"near_field": near, "edges": edges, "entropy": entropy.mean(-1), "query_norm": norms[0]}
+    columns |= {"key_norm": norms[1], "norm": (norms[0] * norms[1]).sqrt()}
+    return [
+        {"layer": number, "head": head, "kind": NEAR if near[head] >= 0.5 else FAR}
+        | {name: round(float(values[head]), 4) for name, values in columns.items()}
+        for head in range(len(weights))
+    ]
 
 
 def _grid(rows: list[dict[str, Any]], value: str) -> list[list[float]]:
@@ -182,14 +138,6 @@ def _grid(rows: list[dict[str, Any]], value: str) -> list[list[float]]:
     for row in rows:
         grid[row["layer"]][row["head"]] = row[value]
     return grid
-
-
-def _annotate(axes: Axes, values: list[list[float]], dark_above: float) -> None:
-    for i, line in enumerate(values):
-        for j, value in enumerate(line):
-            color = "white" if value < dark_above else "black"
-            text = f"{value:.2f}" if value < 10 else f"{value:.0f}"
-            axes.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
 
 
 def _error_figure(result: Result) -> Figure:
@@ -203,7 +151,10 @@ def _error_figure(result: Result) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(0.45 * layers, 8))
     style: dict[str, Any] = {"cmap": "cividis", "vmin": 0, "vmax": 1.2, "aspect": "auto", "interpolation": "nearest"}
     left.imshow(overall, **style)
-    _annotate(left, overall, dark_above=0.6)
+    for i, line in enumerate(overall):
+        for j, value in enumerate(line):
+            color = "white" if value < 0.6 else "black"
+            left.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color=color)
     image = right.imshow(per_head, **style)
     for edge in range(1, layers):
         right.axvline(edge * heads - 0.5, color="white", linewidth=1.5)
@@ -221,7 +172,7 @@ def _error_figure(result: Result) -> Figure:
 def _kinds_figure(result: Result) -> Figure:
     """Layer by head: near field, edges, entropy and norm."""
     titles = {
-        "near_field": f"near field: attention within {_width(result)} tokens (N: near-field head)",
+        "near_field": f"near field: attention within {result['settings']['bandwidth']} tokens (N: near-field head)",
         "edges": "attention to the first and last token",
         "entropy": "entropy of attention (1: uniform)",
         "norm": "norm of scaled queries and keys",
@@ -244,6 +195,3 @@ def _kinds_figure(result: Result) -> Figure:
         figure.colorbar(image, ax=axes)
     figure.suptitle(f"Heads of {result['model']['name']} on {result['tokens']} tokens")
     return figure
-
-
-HeadsStudy.figures = {"heads_error": _error_figure, "heads_kinds": _kinds_figure}

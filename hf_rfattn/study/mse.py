@@ -1,16 +1,18 @@
 """Mean squared error of the attention matrix against the number of features, by kind of feature and projection.
 
-The matrix is exp(xᵀy) of queries and keys that carry the square root of the scale, before and after its rows are
-normalised. Its error is relative, mean (Â - A)² over mean A², averaged over draws of x, y and ω; intervals are of 95 %,
-and projections are compared on the same x and y. Inputs are normal, or sparse (one coordinate of each is not zero, as
-in heads that a few coordinates rule), with mean |x|² = `squared_norm`; a second measurement varies that norm at M = 4d.
+The matrix is exp(xᵀy) of queries and keys that carry the square root of the scale. Its error is relative, mean (Â - A)²
+over mean A², averaged over draws of x, y and ω; projections are compared on the same x and y. Inputs are normal, or
+sparse (one coordinate of each is not zero), with mean |x|² = `squared_norm`; a second measurement varies that norm at
+M = 4d.
 
 Hadamard blocks are a product, (H D_k)…(H D_1), for k = 1 to 3. The unpublished report that this project grew from
 measured one block, at d = 16, and prints more as a sum, H D_1 + … + H D_k: the sum of three is here too.
 """
 
+import itertools
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,14 +20,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from ..features import FourierFeatures, PositiveFeatures
+from ..features import FourierFeatures, PositiveFeatures, draw_projection, hadamard_rotation
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
-from ..ops.naive import normalised_weights
+from ..results import Table, number
 from ..results.plots import draw_rows, line_style, log_log, rate_line, title_and_legend
-from .base import Advance, Result, Study, rows_with
-from .intervals import Interval, effective_count, mean_interval, ratio_interval
-from .projections import draw, use_projection
+from .base import Advance, Result, Study, mean_columns, rows_with
 
 KINDS = {"sincos": "sine and cosine", "positive": "positive"}
 INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}
@@ -58,88 +58,42 @@ class MseStudy(Study):
     def measure(self, advance: Advance) -> Result:
         errors: dict[tuple[Any, ...], list[float]] = {}
         by_norm: dict[tuple[Any, ...], list[float]] = {}
-
-        def add(
-            samples: dict[tuple[Any, ...], list[float]], key: tuple[Any, ...], one: Draw, kind: str, M: int
-        ) -> None:
-            for projection in PROJECTIONS:
-                for matrix, error in one.errors(kind, projection, M).items():
-                    samples.setdefault((*key, matrix, projection), []).append(error)
-            advance(f"d = {one.dim}, {KINDS[kind]}")
-
-        for dim in self.dims:
-            for inputs, length, draws in (
-                ("normal", self.length, self.draws),
-                ("sparse", SPARSE_LENGTH, self.short_draws),
-            ):
-                for number in range(draws):
-                    one = Draw(inputs, length, dim, self.squared_norm, seeded_generator(self.seed, dim, number))
-                    for kind in KINDS:
-                        for M in self.features:
-                            add(errors, (inputs, dim, kind, M), one, kind, M)
-            for number in range(self.short_draws):
-                for norm in self.norms:
-                    one = Draw("normal", SPARSE_LENGTH, dim, norm, seeded_generator(self.seed, dim, number, 1))
-                    for kind in KINDS:
-                        add(by_norm, (dim, kind, norm), one, kind, 4 * dim)
-        return {
-            "rows": self._rows(errors),
-            "over_iid": self._compare(errors, IID),
-            "over_orthogonal": self._compare(errors, ORTHOGONAL),
-            "norms": self._norms(by_norm),
-            "cosines": self._cosines(),
-        }
-
-    def _rows(self, errors: dict[tuple[Any, ...], list[float]]) -> list[dict[str, Any]]:
-        names = ("inputs", "dim", "kind", "features", "matrix", "projection")
-        rows = []
-        for key, samples in errors.items():
-            interval = mean_interval(samples)
-            row = dict(zip(names, key, strict=True))
-            row |= {"mse": interval.mean, "low": interval.low, "high": interval.high}
-            for other in (IID, ORTHOGONAL):
-                same_inputs = (*key[:-1], other)
-                row |= _columns(f"over_{other}", ratio_interval([(samples, errors[same_inputs])]))
-            rows.append(row)
-        return rows
-
-    def _compare(self, errors: dict[tuple[Any, ...], list[float]], other: str) -> list[dict[str, Any]]:
-        """Error of each projection over that of another one, mean over M."""
-        found = []
-        cases = dict.fromkeys((*key[:3], *key[4:]) for key in errors)
-        for inputs, dim, kind, matrix, projection in cases:
-            pairs = [
-                (errors[inputs, dim, kind, M, matrix, projection], errors[inputs, dim, kind, M, matrix, other])
-                for M in self.features
-            ]
-            row = {"inputs": inputs, "dim": dim, "kind": kind, "matrix": matrix, "projection": projection}
-            found.append(row | _columns("ratio", ratio_interval(pairs)))
-        return found
-
-    def _norms(self, errors: dict[tuple[Any, ...], list[float]]) -> list[dict[str, Any]]:
-        found = []
-        for (dim, kind, norm, matrix, projection), samples in errors.items():
-            ratio = ratio_interval([(samples, errors[dim, kind, norm, matrix, IID])])
-            row = {"dim": dim, "kind": kind, "squared_norm": norm, "matrix": matrix, "projection": projection}
-            row |= {"mse": mean_interval(samples).mean, "ratio": ratio.mean, "low": ratio.low, "high": ratio.high}
-            counts = [effective_count(x) for x in (samples, errors[dim, kind, norm, matrix, IID])]
-            found.append(row | {"effective_draws": round(min(counts), 1)})
-        return found
-
-    def _cosines(self) -> dict[str, dict[str, float]]:
-        """Mean |cosine| between the rows of one block, by dimension: 0 for a rotation."""
-        found: dict[str, dict[str, float]] = {}
-        for dim in self.dims:
-            others = ~torch.eye(dim, dtype=torch.bool)
-            for projection in PROJECTIONS:
-                omega = draw(projection, (20, dim, dim), seeded_generator(self.seed, dim))
-                rows = F.normalize(omega, dim=-1)
-                found.setdefault(str(dim), {})[projection] = round(float((rows @ rows.mT).abs()[:, others].mean()), 4)
-        return found
+        sizes = {"normal": (self.length, self.draws), "sparse": (SPARSE_LENGTH, self.short_draws)}
+        for dim, kind, projection in itertools.product(self.dims, KINDS, PROJECTIONS):
+            advance(f"d = {dim}, {KINDS[kind]}, {projection}")
+            for inputs, (length, draws) in sizes.items():
+                for seed, M in itertools.product(range(draws), self.features):
+                    one = Draw(inputs, length, dim, self.squared_norm, seeded_generator(self.seed, dim, seed))
+                    errors.setdefault((inputs, dim, kind, M, projection), []).append(one.error(kind, projection, M))
+            for seed, norm in itertools.product(range(self.short_draws), self.norms):
+                one = Draw("normal", SPARSE_LENGTH, dim, norm, seeded_generator(self.seed, dim, seed, 1))
+                by_norm.setdefault((dim, kind, norm, projection), []).append(one.error(kind, projection, 4 * dim))
+        names = ("inputs", "dim", "kind", "features", "projection")
+        rows = [dict(zip(names, key, strict=True)) | mean_columns("mse", found) for key, found in errors.items()]
+        norms = []
+        for (dim, kind, norm, projection), found in by_norm.items():
+            iid = statistics.fmean(by_norm[dim, kind, norm, IID])
+            row = {"dim": dim, "kind": kind, "squared_norm": norm, "projection": projection}
+            norms.append(row | mean_columns("ratio", [error / iid for error in found]))
+        return {"rows": rows, "norms": norms}
 
     @staticmethod
-    def conclusions(result: Result) -> list[str]:
-        return _conclusions(result)
+    def table(result: Result) -> Table:
+        """Error over that of iid rows with the most features."""
+        most = result["settings"]["features"][-1]
+        lines = []
+        for inputs, kind, dim in itertools.product(INPUTS, KINDS, result["settings"]["dims"]):
+            rows = rows_with(_scores(result["rows"]), inputs=inputs, kind=kind, dim=dim, features=most)
+            mse = {row["projection"]: row["mse"] for row in rows}
+            ratios = (number(mse[projection] / mse[IID], 3) for projection in PROJECTIONS[1:])
+            lines.append([f"{INPUTS[inputs]}, {KINDS[kind]}, d = {dim}", *ratios])
+        title = f"Mean squared error of the attention matrix over that of iid projections, M = {most:,}"
+        return Table(title, ["", *PROJECTIONS[1:]], lines)
+
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        errors = {f"mse_{inputs}": _error_figure(result, inputs) for inputs in INPUTS}
+        return errors | {"mse_norms": _norm_figure(result)}
 
 
 class Draw:
@@ -158,104 +112,50 @@ class Draw:
             points = F.one_hot(chosen % self.dim, self.dim) * torch.where(chosen < self.dim, 1.0, -1.0).unsqueeze(-1)
         return points * squared_norm**0.5
 
-    def errors(self, kind: str, projection: str, M: int) -> dict[str, float]:
-        """Relative mean squared error of a fresh ω, before and after rows are normalised."""
+    def error(self, kind: str, projection: str, M: int) -> float:
+        """Relative mean squared error of a fresh ω."""
         feature_map: RandomFeatures
         if kind == "positive":
             feature_map = PositiveFeatures(1, M, self.dim, (0,), projection="iid")
         else:
             feature_map = FourierFeatures(1, M, self.dim, (0,), projection="iid", normalize_qk=False)
-        use_projection(feature_map, draw(projection, feature_map.projection.shape, self.generator))
-        phi = feature_map("query")
-        q, k = phi.exactly(self.x), feature_map("key").exactly(self.y)
-        scores = q.dense() @ k.dense().mT
-        floor = None if phi.floor is None else phi.floor * torch.exp(q.log + k.log.mT)
-        weights = normalised_weights(scores, torch.ones_like(scores, dtype=torch.bool), floor)
-        exact_weights = self.exact / self.exact.sum(-1, keepdim=True)
-        return {"scores": _relative(scores, self.exact), "weights": _relative(weights, exact_weights)}
+        feature_map.projection.copy_(draw(projection, feature_map.projection.shape, self.generator))
+        q, k = feature_map("query").exactly(self.x).dense(), feature_map("key").exactly(self.y).dense()
+        return float((q @ k.mT - self.exact).square().mean() / self.exact.square().mean())
 
 
-def _relative(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).square().mean() / exact.square().mean())
+def draw(name: str, shape: Sequence[int], generator: Generator) -> Tensor:
+    """Independent draws of ω by a name of `results.plots.STYLES`; `shape` is draws, rows, dim."""
+    draws, rows, dim = shape
+    kind, _, count = name.partition(", ")
+    if kind == SUM:
+        return sum_of_blocks(draws, rows, dim, generator, blocks=3)
+    return draw_projection(kind, draws, rows, dim, generator, int(count[0]) if count else 3)  # type: ignore[arg-type]
 
 
-def _columns(name: str, interval: Interval) -> dict[str, float]:
-    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def sum_of_blocks(draws: int, rows: int, dim: int, generator: Generator, blocks: int) -> Tensor:
+    """Rows of H D_1 + … + H D_k, instead of the product, with the norms of Gaussian rows.
 
-
-def _conclusions(result: Result) -> list[str]:
-    settings, cosines = result["settings"], result["cosines"]
-    dims, last = settings["dims"], settings["features"][-1]
-
-    def over_iid(kind: str, dim: int, projection: str) -> str:
-        chosen = {"inputs": "normal", "dim": dim, "kind": kind, "matrix": "scores", "projection": projection}
-        row = rows_with(result["over_iid"], **chosen)[0]
-        return f"{row['ratio']:.2f} ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"
-
-    def at_last(inputs: str, kind: str, dim: int, projection: str, other: str = ORTHOGONAL) -> str:
-        chosen = {"inputs": inputs, "dim": dim, "kind": kind, "matrix": "scores", "projection": projection}
-        row = rows_with(result["rows"], **chosen, features=last)[0]
-        return verdict(row[f"over_{other}"], row[f"over_{other}_low"], row[f"over_{other}_high"])
-
-    sentences = []
-    for kind, name in KINDS.items():
-        parts = [
-            f"d = {dim}, orthogonal {over_iid(kind, dim, ORTHOGONAL)}, Hadamard with 1, 2, 3 blocks "
-            + ", ".join(over_iid(kind, dim, blocks) for blocks in (ONE, TWO, THREE))
-            for dim in dims
-        ]
-        sentences.append(
-            f"{name.capitalize()} features, normal inputs, |x|² = {settings['squared_norm']:g}, mean squared error "
-            f"over that of iid rows, mean over M: {'; '.join(parts)}."
-        )
-    for projection, words in (
-        (ONE, "One Hadamard block"),
-        (THREE, "Three Hadamard blocks"),
-    ):
-        parts = [
-            f"{KINDS[kind]}, d = {dim}, {at_last('normal', kind, dim, projection)}" for kind in KINDS for dim in dims
-        ]
-        sentences.append(f"{words}, error over that of orthogonal rows at M = {last:,}: {'; '.join(parts)}.")
-    parts = [
-        f"{words}, d = {dim}, {at_last('sparse', 'sincos', dim, projection)}"
-        for words, projection in (("one block", ONE), ("three blocks", THREE))
-        for dim in dims
-    ]
-    sentences.append(
-        f"Sparse inputs, error over that of orthogonal rows (sine and cosine, M = {last:,}): {'; '.join(parts)}."
-    )
-    angles = " and ".join(f"{cosines[str(dim)][SUM]:.2f} (d = {dim})" for dim in dims)
-    parts = [f"d = {dim}, {at_last('normal', 'sincos', dim, SUM, IID)}" for dim in dims]
-    sentences.append(
-        "A sum of blocks, in place of their product, is no rotation: rows of the sum of three meet "
-        f"at a mean |cosine| of {angles}, rows of the product at {max(c[THREE] for c in cosines.values()):.2f}; its "
-        f"error over that of iid rows (normal inputs, sine and cosine, M = {last:,}): {'; '.join(parts)}."
-    )
-    parts = []
-    for dim in dims:
-        chosen = {"dim": dim, "kind": "sincos", "matrix": "scores", "projection": ORTHOGONAL}
-        gains = [row["ratio"] for row in rows_with(result["norms"], **chosen)]
-        parts.append(f"d = {dim}, {', '.join(f'{gain:.2f}' for gain in gains)}")
-    sentences.append(
-        "What orthogonal rows gain, by norm: error over that of iid rows (sine and cosine, M = 4d) for "
-        f"|x|² = {', '.join(f'{norm:g}' for norm in settings['norms'])}: {'; '.join(parts)}."
-    )
-    return sentences
-
-
-def verdict(ratio: float, low: float, high: float) -> str:
+    Column c of the sum is column c of H times a sum of signs, which differs from column to column: rows are not
+    orthogonal, and for two blocks half of the columns vanish.
     """
-    >>> verdict(1.5, 1.2, 1.9)
-    '1.50 (1.20 to 1.90), above'
-    """
-    word = "no difference seen" if low <= 1 <= high else "below" if high < 1 else "above"
-    return f"{ratio:.2f} ({low:.2f} to {high:.2f}), {word}"
+    stack = draws * -(-rows // dim)
+    sums = [torch.stack([hadamard_rotation(dim, 1, generator) for _ in range(blocks)]).sum(0) for _ in range(stack)]
+    directions = torch.stack(sums).reshape(draws, -1, dim)[:, :rows]
+    size = directions.norm(dim=-1, keepdim=True).clamp(min=1e-12)  # signs can cancel in every column
+    gaussian = torch.randn(draws, rows, dim, generator=generator, dtype=torch.float64)
+    return directions / size * gaussian.norm(dim=-1, keepdim=True)
 
 
-def error_figure(result: Result, inputs: str) -> Figure:
+def _scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Older documents hold errors of normalised rows too."""
+    return [row for row in rows if row.get("matrix", "scores") == "scores"]
+
+
+def _error_figure(result: Result, inputs: str) -> Figure:
     """A row each kind of feature, a column each dimension."""
     settings = result["settings"]
-    rows = rows_with(result["rows"], inputs=inputs, matrix="scores")
+    rows = rows_with(_scores(result["rows"]), inputs=inputs)
     figure = Figure(figsize=(10, 7), layout="constrained")
     grid = figure.subplots(len(KINDS), len(settings["dims"]), sharex=True, sharey="row", squeeze=False)
     for line, (kind, title) in zip(grid, KINDS.items(), strict=True):
@@ -275,21 +175,20 @@ def error_figure(result: Result, inputs: str) -> Figure:
     if inputs == "sparse":
         size = f"{settings['short_draws']} draws"
     what = f"{INPUTS[inputs]} with |x|² = {settings['squared_norm']:g}"
-    title_and_legend(figure, f"Error of the attention matrix, {what}, {size} (bands: 95 %)")
+    title_and_legend(figure, f"Error of the attention matrix, {what}, {size} (bands: standard error)")
     return figure
 
 
-def norm_figure(result: Result) -> Figure:
-    """Error over that of iid rows, by norm, without means that a few draws rule."""
+def _norm_figure(result: Result) -> Figure:
+    """Error over that of iid rows, by norm."""
     settings = result["settings"]
     figure = Figure(figsize=(10, 6.6), layout="constrained")
     grid = figure.subplots(len(KINDS), len(settings["dims"]), sharex=True, sharey=True, squeeze=False)
     for line, (kind, title) in zip(grid, KINDS.items(), strict=True):
         for axes, dim in zip(line, settings["dims"], strict=True):
             for projection in PROJECTIONS:
-                rows = rows_with(result["norms"], dim=dim, kind=kind, matrix="scores", projection=projection)
-                sure = [row for row in rows if row["effective_draws"] >= settings["short_draws"] / 4]
-                draw_rows(axes, sure, "squared_norm", "ratio", label=projection, **line_style(projection))
+                rows = rows_with(_scores(result["norms"]), dim=dim, kind=kind, projection=projection)
+                draw_rows(axes, rows, "squared_norm", "ratio", label=projection, **line_style(projection))
             if dim**0.5 <= settings["norms"][-1]:
                 axes.axvline(dim**0.5, color="black", linewidth=0.8, linestyle=":")
             axes.set_title(f"{title} features, d = {dim}")
@@ -298,11 +197,6 @@ def norm_figure(result: Result) -> Figure:
         line[0].set_ylabel("error / error of iid rows")
     for axes in grid[-1]:
         axes.set_xlabel("|x|², dotted: of standard normal q and k")
-    size = f"normal inputs, M = 4d, {settings['short_draws']} draws (bands: 95 %)"
-    left_out = "left out: means that less than a quarter of the draws rule"
-    title_and_legend(figure, f"What orthogonality gains, by norm: {size}; {left_out}")
+    size = f"normal inputs, M = 4d, {settings['short_draws']} draws (bands: standard error)"
+    title_and_legend(figure, f"What orthogonality gains, by norm: {size}")
     return figure
-
-
-MseStudy.figures = {f"mse_{inputs}": partial(error_figure, inputs=inputs) for inputs in INPUTS}
-MseStudy.figures |= {"mse_norms": norm_figure}

@@ -3,9 +3,8 @@
 FMMformer writes attention as a band plus a matrix of low rank. For every head of a pretrained model, A is its exact
 attention on a text and A_k what remains of it outside |i - j| < k (k = 0 takes out nothing, 1 the diagonal). The rank
 needed for a tolerance ε is the smallest r whose best approximation errs by ε: ‖A_k - [A_k]_r‖_F ≤ ε ‖A‖_F, that is the
-root of the sum of squares of the singular values after the first r; "spectral" takes the next singular value instead,
-σ_(r+1) ≤ ε σ_1(A). Both are relative to the whole of A: the error of band and low rank together. "own" is relative to
-A_k itself: whether what is far is smoother, or merely small.
+root of the sum of squares of the singular values after the first r. That is relative to the whole of A: the error of
+band and low rank together. "own" is relative to A_k itself: whether what is far is smoother, or merely small.
 """
 
 import statistics
@@ -17,12 +16,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..results import rounded
+from ..results import Table, rounded
 from ..results.plots import draw_line
 from .base import Advance, Result, Study, rows_with
 from .pretrained import capture, describe, load, read_text
 
-MEASURES = ("frobenius", "spectral", "own")
+MEASURES = ("frobenius", "own")
 
 
 @dataclass(frozen=True)
@@ -83,27 +82,19 @@ class RankStudy(Study):
         return found
 
     @staticmethod
-    def conclusions(result: Result) -> list[str]:
-        settings, length = result["settings"], result["tokens"]
-        bands = settings["bands"]
-        sentences = []
-        for tolerance in settings["tolerances"][1:]:
-            ranks = [_median(result, "frobenius", tolerance, band) for band in bands]
-            cost = [2 * rank + max(0, 2 * band - 1) for rank, band in zip(ranks, bands, strict=True)]
-            best = cost.index(min(cost))
-            sentences.append(
-                f"ε = {tolerance:g}: the whole matrix of {length} tokens needs rank {ranks[0]:.0f} (median over "
-                f"heads), what lies outside a band of {bands[-1]} rank {ranks[-1]:.0f}; band and rank together take "
-                f"fewest numbers at a band of {bands[best]}, {cost[best]:.0f} a row of {length}."
-            )
-        tolerance = settings["tolerances"][2]
-        own = [_median(result, "own", tolerance, band) for band in (bands[0], bands[-1])]
-        smoother = "of lower rank" if own[1] < own[0] else "not of lower rank"
-        sentences.append(
-            f"By itself what lies outside a band of {bands[-1]} is {smoother}: rank {own[1]:.0f} for ε = "
-            f"{tolerance:g} of its own norm, against {own[0]:.0f} for the whole matrix."
-        )
-        return sentences
+    def table(result: Result) -> Table:
+        """Median rank over heads, by tolerance of the whole matrix and by band taken out."""
+        bands = result["settings"]["bands"]
+        summary = {(row["tolerance"], row["band"]): row for row in rows_with(result["summary"], measure="frobenius")}
+        rows = [
+            [f"{tolerance:g}", *(f"{summary[tolerance, band]['median']:.0f}" for band in bands)]
+            for tolerance in result["settings"]["tolerances"]
+        ]
+        return Table(f"Rank needed, of {result['tokens']}", ["ε", *(f"without band {band}" for band in bands)], rows)
+
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        return {"rank": _figure(result)}
 
 
 def ranks_needed(values: Tensor, whole: Tensor, tolerance: float, measure: str) -> list[int]:
@@ -112,15 +103,9 @@ def ranks_needed(values: Tensor, whole: Tensor, tolerance: float, measure: str) 
     >>> ranks_needed(torch.tensor([[3.0, 4e-3, 3e-3]]), torch.tensor([[5.0, 0.0, 0.0]]), 0.001, "frobenius")
     [1]
     """
-    if measure == "spectral":
-        return (values > tolerance * whole[:, :1]).sum(-1).tolist()
     tails = values.square().flip(-1).cumsum(-1).flip(-1).sqrt()  # error of keeping the first 0, 1, 2, … values
     reference = (values if measure == "own" else whole).norm(dim=-1, keepdim=True)
     return (tails > tolerance * reference).sum(-1).tolist()
-
-
-def _median(result: Result, measure: str, tolerance: float, band: int) -> float:
-    return rows_with(result["summary"], measure=measure, tolerance=tolerance, band=band)[0]["median"]
 
 
 def _figure(result: Result) -> Figure:
@@ -158,6 +143,3 @@ def _figure(result: Result) -> Figure:
         axes.grid(alpha=0.3)
     figure.suptitle(f"Attention of {result['model']['name']} on {result['tokens']} tokens: a band and a low rank")
     return figure
-
-
-RankStudy.figures = {"rank": _figure}

@@ -19,7 +19,7 @@ from ..bench.timing import Competitor, Spread, interleave, median_ratio, threads
 from ..features.projections import seeded_generator
 from ..mechanisms import build_mechanism
 from ..ops import hadamard_matrix, softmax_attention, walsh_hadamard_transform
-from ..results import SOFTMAX, measured_crossover
+from ..results import SOFTMAX, Table, measured_crossover
 from ..results.plots import draw_rows, line_style, log_log
 from .base import Advance, Result, Study, rows_with
 
@@ -58,15 +58,9 @@ class TimeStudy(Study):
         return {"rows": rows, "threads": count}
 
     def _attention(self, advance: Advance) -> list[dict[str, Any]]:
+        shape = {"num_heads": self.heads, "head_dim": self.head_dim, "num_features": self.num_features}
         layers: dict[str, Callable[..., Any]] = {
-            projection: build_mechanism(
-                "favor+",
-                num_heads=self.heads,
-                head_dim=self.head_dim,
-                num_features=self.num_features,
-                projection=projection,
-                seed=self.seed,
-            ).eval()
+            projection: build_mechanism("favor+", **shape, projection=projection, seed=self.seed).eval()
             for projection in PROJECTIONS
         }
         rows = []
@@ -109,32 +103,21 @@ class TimeStudy(Study):
         return rows
 
     @staticmethod
-    def conclusions(result: Result) -> list[str]:
-        settings = result["settings"]
-        ratio = {(r["what"], r["name"], r["size"]): r["over_baseline"] for r in result["rows"]}
-        times = {(r["what"], r["name"], r["size"]): r["median_ms"] for r in result["rows"]}
-        sentences = []
-        for name in (ONE, THREE):
-            first = first_below([(dim, ratio["transform", name, dim]) for dim in settings["dims"]])
-            largest = settings["dims"][-1]
-            end = f"at d = {largest:,} it takes {ratio['transform', name, largest]:.2f} of the time"
-            start = f"from d = {first:,} on" if first else f"at no d up to {largest:,}"
-            words = name.replace(", ", " with ")
-            sentences.append(f"The {words} beats the dense product of {settings['tokens']:,} rows {start}; {end}.")
-        lengths = settings["lengths"]
-        spread = [ratio["attention", p, length] for p in PROJECTIONS[1:] for length in lengths]
-        growth = times["attention", "orthogonal", lengths[-1]] / times["attention", "orthogonal", lengths[0]]
-        sentences.append(
-            f"Attention with orthogonal or Hadamard rows takes {min(spread):.2f} to {max(spread):.2f} times as long as "
-            f"with iid rows; {lengths[-1] // lengths[0]} times the length, {lengths[0]:,} to {lengths[-1]:,}, takes "
-            f"{growth:.0f} times as long."
-        )
-        timed = [length for length in lengths if ("attention", SOFTMAX, length) in times]
-        pairs = [(n, times["attention", "orthogonal", n] / times["attention", SOFTMAX, n]) for n in timed]
-        first = first_below(pairs)
-        start = f"from length {first:,} on" if first else f"at no length up to {timed[-1]:,}"
-        sentences.append(f"With {settings['num_features']} features it is faster than exact softmax {start}.")
-        return sentences
+    def table(result: Result) -> Table:
+        """Milliseconds at the largest sizes, and the size from which on each stays faster than its baseline."""
+        lines = []
+        for what in ("attention", "transform"):
+            rows = rows_with(result["rows"], what=what)
+            for name in dict.fromkeys(row["name"] for row in rows):
+                own = rows_with(rows, name=name)
+                first = measured_crossover([r["size"] for r in own], [1 / r["over_baseline"] for r in own])[0]
+                last, faster = own[-1], "–" if name == own[0]["baseline"] else f"{first:,}" if first else "none"
+                lines.append([f"{what}, {name}", f"{last['size']:,}", f"{last['median_ms']:.3g}", faster])
+        return Table("", ["", "largest size", "ms", "faster than the first row from"], lines)
+
+    @staticmethod
+    def figures(result: Result) -> dict[str, Figure]:
+        return {"time": _figure(result)}
 
 
 def rotate(x: torch.Tensor, signs: list[torch.Tensor]) -> torch.Tensor:
@@ -142,15 +125,6 @@ def rotate(x: torch.Tensor, signs: list[torch.Tensor]) -> torch.Tensor:
     for sign in signs:
         x = walsh_hadamard_transform(x * sign)
     return x
-
-
-def first_below(pairs: list[tuple[int, float]]) -> int | None:
-    """The first size from which on every ratio is below one.
-
-    >>> first_below([(1, 0.5), (2, 1.5), (4, 0.9), (8, 0.7)])
-    4
-    """
-    return measured_crossover([size for size, _ in pairs], [1 / ratio for _, ratio in pairs])[0]
 
 
 def _figure(result: Result) -> Figure:
@@ -171,6 +145,3 @@ def _figure(result: Result) -> Figure:
     right.tick_params(axis="x", rotation=40)
     figure.suptitle(f"Medians and quartiles, {hardware['cpu']}, threads: {result['threads']}")
     return figure
-
-
-TimeStudy.figures = {"time": _figure}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from training.options import flag
-from training.output import MODEL, RESULT, RUN, first_difference
+from training.session import MODEL, RESULT, RUN, first_difference
 
 from hf_rfattn.results import without_folders, write_result
 
@@ -36,20 +36,19 @@ def result_file(output: Path, run: Run) -> Path:
 
 def unfinished(plan: Plan, output: Path, redo: bool) -> list[Run]:
     """Runs that are to be made: those without a result, and what they need first."""
-    left = [run for run in plan.runs if not _finished(run, plan, output, redo)]
+    left = [run for run in plan.runs if not _finished(run, output, redo)]
     needed = {run.needs for run in left}
     return [run for run in left if run.place is not None or run.name in needed]
 
 
-def _finished(run: Run, plan: Plan, output: Path, redo: bool) -> bool:
+def _finished(run: Run, output: Path, redo: bool) -> bool:
     """A result that was made with other options raises, unless it is to be made again."""
     path = result_file(output, run)
     if not path.exists():
         return False
     document = json.loads(path.read_text(encoding="utf-8"))
-    options = plan.portable(dataclasses.asdict(run.options))
-    before, now = (without_folders({**document, "options": each})["options"] for each in (document["options"], options))
-    before, now = {**before, "processes": document["processes"]}, {**now, "processes": run.processes}
+    now = without_folders({**document, "options": dataclasses.asdict(run.options)})["options"]
+    before, now = {**document["options"], "processes": document["processes"]}, {**now, "processes": run.processes}
     name = first_difference(before, now)
     if name is not None and not redo:
         raise ValueError(
@@ -135,7 +134,7 @@ def last_lines(log: Path, count: int) -> str:
 def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
     """Put a finished run's result where the report reads it, without folders of this machine."""
     folder = folder_of(output, run.name)
-    document = without_folders(plan.portable(json.loads((folder / RESULT).read_text(encoding="utf-8"))))
+    document = without_folders(json.loads((folder / RESULT).read_text(encoding="utf-8")))
     if run.place is not None:
         document["comparison"] = {"title": plan.title, **run.place}
     if not plan.keep_models and run.place is not None:

@@ -19,7 +19,6 @@ keep_models: false      if only results are wanted
 """
 
 import dataclasses
-import os
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -39,8 +38,8 @@ from finetune_text import TextOptions
 from training.data import find_source
 from training.models import read_config
 from training.options import CommonOptions, RunOptions, assignments, did_you_mean, fields_as_arguments, parse_options
-from training.order import check_share
 from training.run import BUDGET
+from training.task import check_share
 
 from hf_rfattn import build_mechanism
 from hf_rfattn.results import SOFTMAX
@@ -132,18 +131,6 @@ class Plan:
     title: str
     runs: tuple[Run, ...]
     keep_models: bool
-    variables: Mapping[str, str]
-
-    def portable(self, value: Any) -> Any:
-        """Folders of this machine as `${name}` again, for result files."""
-        if isinstance(value, str):
-            for name, text in sorted(self.variables.items(), key=lambda each: -len(each[1])):
-                if os.sep in text:
-                    value = value.replace(text, f"${{{name}}}")
-            return value
-        if isinstance(value, Mapping):
-            return {key: self.portable(each) for key, each in value.items()}
-        return [self.portable(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
@@ -169,7 +156,7 @@ def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
-    return Plan(file.title, tuple(runs), file.keep_models, variables)
+    return Plan(file.title, tuple(runs), file.keep_models)
 
 
 def _variables(document: Any, given: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Question answering: windows over long contexts, and the best answers from what a model says of each window."""
+"""Question answering: windows over long contexts, and the best answers from the scores of each window."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,53 +20,39 @@ def encode_windows(
     `stride` tokens.
 
     Columns: the tokens; `starts` and `ends`, the characters of the context that each token covers; `null_position`, the
-    token that stands for "no answer here"; `start_positions` and `end_positions`, the answer as tokens, which is the
-    null token if the answer is not in this window; `example`, whose window it is.
+    token that stands for "no answer here" ([CLS], or in a decoder the last token, the only one that has seen all);
+    `start_positions` and `end_positions`, the answer as tokens, or the null token twice; `example`, whose window it is.
     """
-    questions = shorten(tokenizer, [q.strip() for q in batch["question"]], max_length // 2)
+    # a long question leaves half of the window to the context
+    short = tokenizer(batch["question"], add_special_tokens=False, truncation=True, max_length=max_length // 2)
+    questions = tokenizer.batch_decode(short["input_ids"])
+    long = [len(ids) == max_length // 2 for ids in short["input_ids"]]
+    questions = [
+        cut if is_long else q.strip() for cut, q, is_long in zip(questions, batch["question"], long, strict=True)
+    ]
     if tokenizer.sep_token is None:  # GPT-2 joins the two without a seam
         questions = [f"{question}\n" for question in questions]
     encoded = tokenizer(
         questions, batch["context"], truncation="only_second", max_length=max_length, stride=stride,
         return_overflowing_tokens=True, return_offsets_mapping=True,
     )  # fmt: skip
-    rows = encoded.pop("overflow_to_sample_mapping")
-    offsets = encoded.pop("offset_mapping")
-    columns: dict[str, list[Any]] = {name: [] for name in ("starts", "ends", "null_position")}
-    for window, spans in enumerate(offsets):
+    rows, offsets = encoded.pop("overflow_to_sample_mapping"), encoded.pop("offset_mapping")
+    names = ("starts", "ends", "null_position", "start_positions", "end_positions")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for window, (row, spans, ids) in enumerate(zip(rows, offsets, encoded["input_ids"], strict=True)):
         inside = [i == 1 for i in encoded.sequence_ids(window)]
-        columns["starts"].append([a if ok else OUTSIDE for (a, _), ok in zip(spans, inside, strict=True)])
-        columns["ends"].append([b if ok else OUTSIDE for (_, b), ok in zip(spans, inside, strict=True)])
-        columns["null_position"].append(null_position(encoded["input_ids"][window], tokenizer))
-    places = zip(columns["starts"], columns["ends"], rows, columns["null_position"], strict=True)
-    positions = [answer_tokens(starts, ends, batch["answers"][row], null) for starts, ends, row, null in places]
-    return {
-        **encoded,
-        **columns,
-        "start_positions": [start for start, _ in positions],
-        "end_positions": [end for _, end in positions],
-        "example": [indices[row] for row in rows],
-        "length": [len(ids) for ids in encoded["input_ids"]],
-    }
-
-
-def shorten(tokenizer: PreTrainedTokenizerBase, texts: list[str], most: int) -> list[str]:
-    """Cut texts after so many tokens, so that a long question leaves room for the context."""
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return [
-        text if len(spans) <= most else text[: spans[most - 1][1]] for text, spans in zip(texts, encoded, strict=True)
-    ]
-
-
-def null_position(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """[CLS] where there is one; else the last token, the only one that has seen everything in a decoder."""
-    if tokenizer.cls_token_id is not None and tokenizer.cls_token_id in ids:
-        return ids.index(tokenizer.cls_token_id)
-    return len(ids) - 1
+        starts = [a if ok else OUTSIDE for (a, _), ok in zip(spans, inside, strict=True)]
+        ends = [b if ok else OUTSIDE for (_, b), ok in zip(spans, inside, strict=True)]
+        null = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else len(ids) - 1
+        found = (starts, ends, null, *answer_tokens(starts, ends, batch["answers"][row], null))
+        for name, value in zip(names, found, strict=True):
+            columns[name].append(value)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    return {**encoded, **columns, "example": [indices[row] for row in rows], "length": lengths}
 
 
 def answer_tokens(starts: list[int], ends: list[int], answers: Mapping[str, Any], null: int) -> tuple[int, int]:
-    """First and last token of the first answer, or the null token twice."""
+    """First and last token of the first answer, or the null token twice if it is not in this window."""
     if not answers["answer_start"]:
         return null, null
     first = answers["answer_start"][0]
@@ -83,8 +69,8 @@ def find_answer(
 ) -> tuple[list[dict[str, Any]], float]:
     """The `n_best` answers of an example from all its windows, best first; and the score of "no answer".
 
-    A window holds `start` and `end` (scores by token), `starts`, `ends` and `null_position`. An answer scores the sum
-    of its first and last token's; "no answer" scores the least that any window gives it.
+    A window holds `start` and `end` (scores by token), `starts`, `ends` and `null_position`. The score of an answer is
+    the sum of those of its first and last token; that of "no answer" the smallest of all windows.
     """
     found: list[dict[str, Any]] = []
     null = np.inf
@@ -92,22 +78,12 @@ def find_answer(
         size = len(window["starts"])
         start, end = window["start"][:size], window["end"][:size]
         null = min(null, float(start[window["null_position"]] + end[window["null_position"]]))
-        inside = np.asarray(window["starts"]) != OUTSIDE
-        start, end = np.where(inside, start, -np.inf), np.where(inside, end, -np.inf)
-        first, last = _highest(start, n_best), _highest(end, n_best)
-        length = last[None, :] - first[:, None] + 1
-        scores = np.where(
-            (length >= 1) & (length <= max_answer_length), start[first][:, None] + end[last][None, :], -np.inf
-        )
-        for flat in _highest(scores.ravel(), n_best):
-            i, j = divmod(int(flat), len(last))
-            if np.isfinite(scores[i, j]):
-                text = context[window["starts"][first[i]] : window["ends"][last[j]]]
-                found.append({"text": text, "score": float(scores[i, j])})
+        inside = np.flatnonzero(np.asarray(window["starts"]) != OUTSIDE)
+        first, last = (inside[np.argsort(-scores[inside], kind="stable")[:n_best]] for scores in (start, end))
+        for i in first:
+            for j in last:
+                if i <= j < i + max_answer_length:
+                    text = context[window["starts"][i] : window["ends"][j]]
+                    found.append({"text": text, "score": float(start[i] + end[j])})
     found.sort(key=lambda answer: -answer["score"])
     return found[:n_best], float(null)
-
-
-def _highest(scores: np.ndarray, count: int) -> np.ndarray:
-    """Places of the highest scores, highest first; equal ones in order."""
-    return np.argsort(-scores, kind="stable")[:count]

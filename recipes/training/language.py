@@ -12,7 +12,17 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .data import Source, check_texts, load_split
+from .models import read_config
+
 END = "<|endoftext|>"
+
+
+def load_text(source: Source, split: str, most: int | None = None, column: str = "text") -> Dataset:
+    """The first lines of a split, not any: a text has an order."""
+    lines = load_split(source, split, [column])
+    check_texts(lines, [column], f"{source.name}, split {split!r}")
+    return lines.select(range(min(most or len(lines), len(lines)))).rename_columns({column: "text"})
 
 
 def tokens_of(text: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -79,22 +89,13 @@ def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def config_from_scratch(given: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The shape of a new model, with the vocabulary of its tokenizer."""
-    path = Path(given)
     tokens = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    if path.is_file():
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(fields, dict):
-                raise ValueError("it holds no fields.")
-            return AutoConfig.for_model(fields.pop("model_type", "gpt2"), **{**fields, **tokens})
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"--from-scratch {given}: {' '.join(str(error).split())}") from error
-    try:
-        return AutoConfig.from_pretrained(given, trust_remote_code=False, **tokens)
-    except OSError as error:
-        raise ValueError(f"--from-scratch {given!r} is neither a JSON file nor a model's folder or name.") from error
+    if not Path(given).is_file():
+        return read_config("--from-scratch", given, **tokens)
+    fields = json.loads(Path(given).read_text(encoding="utf-8"))
+    return AutoConfig.for_model(fields.pop("model_type", "gpt2"), **{**fields, **tokens})

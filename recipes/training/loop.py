@@ -1,31 +1,61 @@
-"""The training loop that all recipes share."""
+"""The training loop that all recipes share: steps, evaluation, the model that is kept, and states to resume from."""
 
 import math
-import sys
+import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from accelerate.utils import send_to_device
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 import hf_rfattn
 from hf_rfattn.results import Metric
 
-from .evaluation import as_document, as_text, evaluate
-from .optimizer import rate_factor, set_learning_rate
-from .order import ShareOfBatches, TrainingOrder
-from .output import MODEL
-from .saving import RunProgress, forget_other_bests, keep_best, save_best, save_model, save_state
-from .session import Session
-from .task import Prepared, Task
-from .teaching import Teacher
+from .models import mechanism_parameters
+from .options import RunOptions
+from .session import MODEL, PARTIAL, STATES, Session, whole_folder
+from .task import Prepared, Task, TrainingOrder
+from .teaching import Teacher, without_adapters
 
 UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
+TARGETS = {"labels", "start_positions", "end_positions"}
+
+
+@dataclass
+class RunProgress:
+    """Where a run is.
+
+    `history`: metrics by step, with the mean loss since the evaluation before. `seconds`, `samples` and `tokens` are
+    those of timed training steps, over all processes; `wall_seconds` is everything.
+    """
+
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int | None = None
+    evaluations_since_best: int = 0
+    stopped_early: bool = False
+    loss_sum: float = 0.0  # since the last evaluation
+    loss_steps: int = 0
+    seconds: float = 0.0
+    wall_seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    peak_memory_bytes: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For accelerate, as `load_state_dict`."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
 @dataclass
@@ -83,18 +113,68 @@ class Loop:
         """The evaluation of that model."""
         return next(entry["metrics"] for entry in self.progress.history if entry["step"] == self.kept_step)
 
-    def keep_model(self) -> None:
-        """Put the model that is kept where the user finds it."""
-        if self.options.keep == "last":
-            save_model(self.accelerator, self.model, self.prepared, self.output / MODEL)
-        elif self.accelerator.is_main_process:
-            keep_best(self.output, self.kept_step)
-        self.accelerator.wait_for_everyone()
+    def save_model(self) -> None:
+        """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
+        accelerator, prepared = self.accelerator, self.prepared
+        weights = accelerator.get_state_dict(self.model)
+        if accelerator.is_main_process:
+            model = accelerator.unwrap_model(self.model)
+            weights = without_adapters(model, weights)
+            for name, source in prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
+                if source in weights:
+                    weights[name] = weights[source]
+            with whole_folder(self.output / MODEL) as partial:
+                model.config.use_cache = prepared.use_cache
+                model.save_pretrained(partial, state_dict=weights)
+                model.config.use_cache = False
+                prepared.tokenizer.save_pretrained(partial)
+        accelerator.wait_for_everyone()
+
+    def save_state(self) -> None:
+        """Write a state under another name, rename it, delete the one before. Every process must call this."""
+        accelerator, states = self.accelerator, self.output / STATES
+        target = states / f"step-{self.progress.step:08}"
+        if target.exists():  # the run has just resumed from it
+            return
+        partial = states / f"{PARTIAL}{target.name}"
+        if accelerator.is_main_process:
+            for leftover in states.glob(f"{PARTIAL}*"):
+                shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            partial.rename(target)
+            for other in states.glob("step-*"):
+                if other != target:
+                    shutil.rmtree(other)
+        accelerator.wait_for_everyone()
+
+    def load_state(self, state: Path) -> None:
+        """Put everything back as it was, the random generators included. Every process must call this."""
+        try:
+            self.accelerator.load_state(str(state))
+        except Exception as error:  # readers raise errors of many kinds; all mean the same to the user
+            raise ValueError(
+                f"{state} cannot be continued from: it is damaged, or was written by another number of processes "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}). Delete that folder, then --resume "
+                "starts the run again."
+            ) from error
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metric]:
+        """Every metric of every split, the same on all processes."""
+        metrics = evaluate(self.session, self.task, self.prepared, model, self.evaluation)
+        found = "  ".join(f"{name} {metric.value:.4f}" for name, metric in metrics.items())
+        self.session.say(f"step {self.progress.step}: {found}")
+        return metrics
 
     def _step(self, batches: Iterator[dict[str, Tensor]]) -> None:
         """One step of the optimizer, in as many passes as accumulation asks for."""
         accelerator, options, step = self.accelerator, self.options, self.progress.step
-        set_learning_rate(self.optimizer, rate_factor(step, self.steps, options.warmup, options.scheduler))
+        factor = rate_factor(step, self.steps, options.warmup, options.scheduler)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
         if options.redraw_every and step and step % options.redraw_every == 0:
             hf_rfattn.redraw(self.model)  # depends on the seed and the number of the draw: the same on every process
         for _ in range(options.accumulate):
@@ -112,13 +192,10 @@ class Loop:
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         """This process's share of the data from the current step on, on its device."""
         accelerator, options = self.accelerator, self.options
-        share = ShareOfBatches(
-            self.order, self.progress.step, self.steps, accelerator.process_index, accelerator.num_processes,
-            options.accumulate,
-        )  # fmt: skip
+        rank, processes = accelerator.process_index, accelerator.num_processes
         loader = DataLoader(
             self.prepared.train,
-            batch_sampler=share,
+            batch_sampler=self.order.share(self.progress.step, self.steps, rank, processes, options.accumulate),
             collate_fn=self.prepared.collate,
             num_workers=options.workers,
             pin_memory=accelerator.device.type == "cuda",
@@ -145,15 +222,12 @@ class Loop:
         self._unread = 0
         rate = self.optimizer.param_groups[0]["lr"]
         self.accelerator.log({"train/loss": loss, "train/learning_rate": rate}, step=progress.step)
-        if not self.meter.samples:
-            return f"loss {loss:.4f}"
-        speed = self.meter.samples * self.accelerator.num_processes / self.meter.seconds
-        return f"loss {loss:.4f}  {speed:.0f} samples/s"
+        return f"loss {loss:.4f}"
 
     def _between_steps(self) -> None:
         """Evaluate, keep the best and save the state, where due. The time of it is not that of training.
 
-        Evaluation comes first: a state that was saved knows of every evaluation up to its step.
+        A new best model is followed by a state, so that a resumed run knows which model is there.
         """
         options, progress = self.options, self.progress
         epoch = math.ceil(self.order.size / self.order.batch_size)
@@ -164,48 +238,45 @@ class Loop:
             return
         self._read_loss()
         timed = self.meter.running
-        if timed:
-            self.meter.stop()
-        if evaluation_due:
-            self._evaluate()
+        self.meter.stop()
+        if evaluation_due and self._evaluate() and options.keep == "best":
+            self.save_model()
+            save_due = options.save_every is not None
         if save_due or (options.save_every is not None and progress.stopped_early):
             self._settle()
-            save_state(self.accelerator, self.model, self.optimizer, progress, self.output)
-        if options.keep == "best" and (save_due or options.save_every is None) and self.accelerator.is_main_process:
-            forget_other_bests(self.output, progress.best_step)
+            self.save_state()
         if timed:
             self.meter.start()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Whether the model is the best so far."""
         progress, main = self.progress, self.task.main_metric
-        metrics = evaluate(self.session, self.task, self.prepared, self.model, self.evaluation)
+        metrics = self.evaluate(self.model)
         loss = progress.loss_sum / max(1, progress.loss_steps)
         progress.loss_sum, progress.loss_steps = 0.0, 0
-        best = progress.best
+        best = next((entry["metrics"][main] for entry in progress.history if entry["step"] == progress.best_step), None)
         progress.history.append({"step": progress.step, "train_loss": loss, "metrics": as_document(metrics)})
         self.accelerator.log({f"eval/{k}": m.value for k, m in metrics.items()}, step=progress.step)
-        self.session.say(f"step {progress.step}: {as_text(metrics)}  (training loss {loss:.4f})")
-        if best is None or is_better(metrics[main], best["metrics"][main]["value"]):
+        sign = -1 if metrics[main].lower_is_better else 1
+        better = best is None or sign * metrics[main].value > sign * best["value"]
+        if better:
             progress.best_step, progress.evaluations_since_best = progress.step, 0
-            if self.options.keep == "best":
-                save_best(self.accelerator, self.model, self.prepared, self.output, progress.step)
         else:
             progress.evaluations_since_best += 1
         if self.options.early_stop is not None and progress.evaluations_since_best >= self.options.early_stop:
             progress.stopped_early = True
+        return better
 
     def _settle(self) -> None:
         """Add what this process has counted to the progress of the run, summed over all processes."""
-        if self.meter.running:
-            self.meter.stop()
         accelerator, meter, progress = self.accelerator, self.meter, self.progress
-        counts = torch.tensor([meter.samples, meter.tokens, meter.padded_tokens], device=accelerator.device)
-        samples, tokens, padded = accelerator.reduce(counts, reduction="sum").tolist()
+        meter.stop()
+        counts = torch.tensor([meter.samples, meter.tokens], device=accelerator.device)
+        samples, tokens = accelerator.reduce(counts, reduction="sum").tolist()
         progress.samples += samples
         progress.tokens += tokens
-        progress.padded_tokens += padded
         progress.seconds += meter.seconds
-        meter.reset()
+        self.meter = Meter(accelerator.device)
         peak = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
         progress.peak_memory_bytes = max(progress.peak_memory_bytes, int(accelerator.gather(peak).max()))
         now = time.perf_counter()
@@ -213,58 +284,108 @@ class Loop:
         self.started = now
 
 
-def is_better(metric: Metric, value: float) -> bool:
-    return metric.value < value if metric.lower_is_better else metric.value > value
-
-
+@dataclass
 class Meter:
     """How fast a process trains: seconds, samples and tokens of its steps, without evaluation and saving."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin to count from nothing, when it is started."""
-        self._seconds = 0.0
-        self.samples = self.tokens = self.padded_tokens = 0
-        self._since: float | None = None
-
-    @property
-    def running(self) -> bool:
-        return self._since is not None
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+    device: torch.device
+    seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+    running: bool = False
 
     def start(self) -> None:
-        self._since = time.perf_counter()
+        self.running, self._since = True, time.perf_counter()
 
     def stop(self) -> None:
         """Waits for what the device still has to do, which belongs to the time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._seconds, self._since = self.seconds, None
+        if self.running:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.running, self.seconds = False, self.seconds + time.perf_counter() - self._since
 
     def count(self, batch: Mapping[str, Tensor]) -> None:
-        """One batch on the CPU. Tokens that only fill up rows are counted apart."""
+        """One batch on the CPU; padding does not count."""
         if self.running:
             ids, mask = batch["input_ids"], batch.get("attention_mask")
             self.samples += len(ids)
-            self.padded_tokens += ids.numel()
             self.tokens += ids.numel() if mask is None else int(mask.sum())
 
 
 def peak_memory(device: torch.device) -> int:
-    """Highest memory of this process so far: on a GPU what tensors took there, else what the process held."""
+    """Peak memory of this process: on a GPU that of tensors there, else the largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():  # getrusage also counts what the launching process held before
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
+    if not status.exists():
+        return psutil.Process().memory_info().rss
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+def evaluation_loaders(accelerator: Accelerator, prepared: Prepared, batch_size: int) -> dict[str, DataLoader]:
+    """One loader per split, shared among the processes. Its own generator leaves the random state of training alone."""
+    return {
+        split: accelerator.prepare_data_loader(
+            DataLoader(rows, batch_size, collate_fn=prepared.collate, generator=torch.Generator().manual_seed(0))
+        )
+        for split, rows in prepared.evaluation.items()
+    }
+
+
+@torch.no_grad()
+def evaluate(
+    session: Session, task: Task, prepared: Prepared, model: nn.Module, loaders: Mapping[str, DataLoader]
+) -> dict[str, Metric]:
+    """Every metric of every split, the same on all processes; predictions are scored on the main one."""
+    accelerator, training = session.accelerator, model.training
+    model.eval()
+    metrics: dict[str, Metric] = {}
+    with session.bar("evaluating", sum(map(len, loaders.values()))) as bar:
+        for split, loader in loaders.items():
+            parts: list[dict[str, Tensor]] = []
+            for batch in loader:
+                inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # no loss is needed
+                predictions = task.predict(model(**inputs), batch)
+                # drops the examples that were repeated to give every process a full last batch
+                parts.append({k: v.cpu() for k, v in accelerator.gather_for_metrics(predictions).items()})
+                bar.update()
+            if accelerator.is_main_process:
+                metrics |= task.score(split, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    shared = [metrics]
+    broadcast_object_list(shared)
+    model.train(training)
+    return shared[0]
+
+
+def as_document(metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    return {name: asdict(metric) for name, metric in metrics.items()}
+
+
+def make_optimizer(model: nn.Module, options: RunOptions) -> AdamW:
+    """Matrices decay; biases, norms and mechanisms do not; mechanisms have a learning rate of their own."""
+    mechanisms = mechanism_parameters(model)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    own = [p for name, p in named.items() if name in mechanisms]
+    matrices = [p for name, p in named.items() if name not in mechanisms and p.ndim > 1]
+    vectors = [p for name, p in named.items() if name not in mechanisms and p.ndim <= 1]
+    rate = options.learning_rate
+    if options.mechanism_learning_rate and not own:
+        raise ValueError("--mechanism-learning-rate: this model's attention has no parameters of its own.")
+    groups = [(matrices, rate, options.weight_decay), (vectors, rate, 0.0)]
+    groups.append((own, options.mechanism_learning_rate or rate, 0.0))
+    # fused: one pass over the weights per step instead of many, which matters on a CPU with a large vocabulary
+    return AdamW([{"params": p, "lr": lr, "weight_decay": d, "peak": lr} for p, lr, d in groups if p], fused=True)
+
+
+def rate_factor(step: int, steps: int, warmup: float, scheduler: str) -> float:
+    """The share of the peak learning rate at a step (from 0): the schedule has no state but the step.
+
+    >>> [round(rate_factor(step, 10, 2, "linear"), 3) for step in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.125]
+    """
+    ramp = math.ceil(warmup * steps) if warmup < 1 else min(int(warmup), steps)
+    if step < ramp:
+        return (step + 1) / ramp
+    done = (step - ramp) / max(1, steps - ramp)
+    return {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}[scheduler]

@@ -5,6 +5,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ def _correlation(statistic: Callable[..., Any]) -> Callable[..., float]:
     return correlation
 
 
-GLUE_METRICS: dict[str, Callable[..., float]] = {
+METRICS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy_score,
+    "f1_macro": lambda references, predictions: f1_score(references, predictions, average="macro", zero_division=0.0),
     "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
     "matthews_correlation": matthews_corrcoef,
     "pearson": _correlation(pearsonr),
@@ -38,26 +40,15 @@ GLUE: dict[str, tuple[str, ...]] = {  # what each task is measured by; the last 
     "qqp": ("accuracy", "f1"),
     **dict.fromkeys(("sst2", "mnli", "qnli", "rte", "wnli", "snli"), ("accuracy",)),
 }
+CLASSES, REGRESSION = ("f1_macro", "accuracy"), GLUE["stsb"]  # of own texts
 
 
-def glue(task: str, predictions: Any, references: Any) -> dict[str, float]:
+def measure(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
     """
-    >>> glue("mrpc", [0, 1, 1], [0, 1, 0])
+    >>> measure(GLUE["mrpc"], [0, 1, 1], [0, 1, 0])
     {'accuracy': 0.6666666666666666, 'f1': 0.6666666666666666}
     """
-    return {name: float(GLUE_METRICS[name](references, predictions)) for name in GLUE[task]}
-
-
-def text_scores(predictions: Any, references: Any, classes: bool) -> dict[str, float]:
-    """Of classes: accuracy and the mean of their F1; of numbers: correlations.
-
-    >>> text_scores([0, 1, 1], [0, 1, 0], classes=True)
-    {'accuracy': 0.6666666666666666, 'f1_macro': 0.6666666666666666}
-    """
-    if classes:
-        mean = f1_score(references, predictions, average="macro", zero_division=0.0)
-        return {"accuracy": float(accuracy_score(references, predictions)), "f1_macro": float(mean)}
-    return {name: float(GLUE_METRICS[name](references, predictions)) for name in GLUE["stsb"]}
+    return {name: float(METRICS[name](references, predictions)) for name in names}
 
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int], num_bytes: int | None = None) -> dict[str, float]:
@@ -99,65 +90,23 @@ def word_f1(prediction: str, truth: str) -> float:
 
 def squad(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]]) -> dict[str, float]:
     """Version 1.1: exact match and F1 out of 100, against the truth that fits best. Both by question."""
-    scores = _scores(answers, truths)
-    return {"exact_match": _percent(scores["exact"]), "f1": _percent(scores["f1"])}
-
-
-def squad_v2(
-    answers: Mapping[str, str],
-    truths: Mapping[str, Sequence[str]],
-    doubts: Mapping[str, float],
-    threshold: float = 1.0,
-) -> dict[str, float]:
-    """Version 2, where a question may have no truth. An answer whose doubt is above the threshold is not given; "best_"
-    is over all thresholds.
-    """
-    possible = {q: bool(texts) for q, texts in truths.items()}
-    scores = _scores(answers, {q: [t for t in texts if normal_words(t)] or [""] for q, texts in truths.items()})
-    groups = {"": list(truths), "HasAns_": [q for q in truths if possible[q]]}
-    groups["NoAns_"] = [q for q in truths if not possible[q]]
-    found: dict[str, float] = {}
-    for prefix, questions in groups.items():
-        for name, by_question in scores.items() if questions else ():
-            silent = {q: float(not possible[q]) if doubts[q] > threshold else by_question[q] for q in questions}
-            found[f"{prefix}{name}"] = _percent(silent)
-        if questions:
-            found[f"{prefix}total"] = len(questions)
-    for name, by_question in scores.items():
-        best = _best_threshold(by_question, answers, doubts, possible)
-        found[f"best_{name}"], found[f"best_{name}_thresh"] = best
-    return found
-
-
-def _scores(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, float]]:
-    for question, texts in truths.items():
-        if question not in answers:
-            raise ValueError(f"There is no prediction for the question {question!r}.")
-        if not texts:
-            raise ValueError(f"Question {question!r} has no answer, which only version 2 knows of.")
     return {
-        name: {q: max(measure(answers[q], truth) for truth in texts) for q, texts in truths.items()}
-        for name, measure in (("exact", exact_match), ("f1", word_f1))
+        name: 100 * fmean(max(measure(answers[q], truth) for truth in texts) for q, texts in truths.items())
+        for name, measure in (("exact_match", exact_match), ("f1", word_f1))
     }
 
 
-def _percent(scores: Mapping[str, float]) -> float:
-    return 100.0 * sum(scores.values()) / len(scores)
+def squad_v2(
+    answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], doubts: Mapping[str, float], threshold: float
+) -> dict[str, float]:
+    """Version 2, where a question may have no truth: an answer whose doubt is above the threshold is not given.
 
-
-def _best_threshold(
-    scores: Mapping[str, float], answers: Mapping[str, str], doubts: Mapping[str, float], possible: Mapping[str, bool]
-) -> tuple[float, float]:
-    """The highest score over all thresholds, and where: begins with no question answered, and answers one more at a
-    time, as the official script does.
+    Also for the questions with an answer (HasAns_) and those without (NoAns_).
     """
-    total = best = float(sum(not has for has in possible.values()))
-    threshold = 0.0
-    for question in sorted(scores, key=lambda q: doubts[q]):
-        if possible[question]:
-            total += scores[question]
-        elif answers[question]:
-            total -= 1
-        if total > best:
-            best, threshold = total, doubts[question]
-    return 100 * best / len(scores), threshold
+    given = {q: "" if doubts[q] > threshold else answer for q, answer in answers.items()}
+    texts = {q: [t for t in found if normal_words(t)] or [""] for q, found in truths.items()}
+    groups = {"": texts}
+    groups["HasAns_"] = {q: texts[q] for q, found in truths.items() if found}
+    groups["NoAns_"] = {q: texts[q] for q, found in truths.items() if not found}
+    scores = {prefix: squad(given, group) for prefix, group in groups.items() if group}
+    return {f"{prefix}{name}": value for prefix, found in scores.items() for name, value in found.items()}

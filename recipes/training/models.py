@@ -1,8 +1,7 @@
 """Loading a model and its tokenizer for a task, and giving the model its attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,86 +14,51 @@ import hf_rfattn
 from .options import CommonOptions, RunOptions
 
 
-def load_config(options: RunOptions, **changes: Any) -> PreTrainedConfig:
-    """The model's config with what the task changes in it; that of --init, if there is one."""
-    if options.model is None:
-        raise ValueError("--model is missing: a model's folder, or its name on the Hub.")
-    base = read_config("--model", options.model, **changes)
-    if options.init is None:
-        return base
-    config = read_config("--init", options.init, **changes)
-    if getattr(config, "rfattn", None) is None:
-        raise ValueError(f"--init {options.init!r} is not a converted checkpoint: nothing in it is patched.")
-    for name in ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        there, expected = getattr(config, name, None), getattr(base, name, None)
-        if there != expected:
-            raise ValueError(
-                f"--init {options.init!r} is no conversion of --model: its {name} is {there}, not {expected}."
-            )
-    return config
-
-
-def read_config(option: str, name: str, **changes: Any) -> PreTrainedConfig:
+def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConfig:
     """The config of a model in a folder or on the Hub, with some fields changed."""
-    if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"{option}: There is no folder {name!r}.")
+    if name is None:
+        raise ValueError(f"{option} is missing: a model's folder, or its name on the Hub.")
+    return read(option, AutoConfig, name, **changes)
+
+
+def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
+    """`from_pretrained`, with an error of one line that names the option."""
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
+        return kind.from_pretrained(name, trust_remote_code=False, **arguments)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{option}: {name!r} is not a model that can be read. {first_paragraph(error)}") from error
-
-
-def first_paragraph(error: Exception) -> str:
-    """The first paragraph of a long message, in one line.
-
-    >>> first_paragraph(ValueError("This is\\n wrong.\\n\\nAnd so on."))
-    'This is wrong.'
-    """
-    return " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
+        reason = " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
+        raise ValueError(f"{option}: {name!r} cannot be read. {reason}") from error
 
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
-    """A fast tokenizer with a padding token."""
-    name = options.tokenizer or options.model
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{name!r} has no tokenizer that can be read: {first_paragraph(error)} Give --tokenizer."
-        ) from error
-    if not tokenizer.is_fast:
-        raise ValueError(f"The tokenizer of {name!r} has no fast version, which the recipes need.")
-    return with_padding(tokenizer)
+    """A tokenizer with a padding token."""
+    if options.tokenizer is None:
+        read_config("--model", options.model)
+    option = "--tokenizer" if options.tokenizer else "--model"
+    return with_padding(read(option, AutoTokenizer, options.tokenizer or options.model))
 
 
 def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """GPT-2 and its kin have no padding token; any other one will do, since padding is masked."""
     if tokenizer.pad_token is None:
-        stand_in = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
-        if stand_in is None:
-            raise ValueError("The tokenizer has neither a padding token nor one that could stand in for it.")
-        tokenizer.pad_token = stand_in
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
 
 
 def load_model(
-    auto_class: Any, options: RunOptions, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+    auto_class: Any, options: RunOptions, tokenizer: PreTrainedTokenizerBase, **changes: Any
 ) -> PreTrainedModel:
-    """The model with a head for the task, in float32, ready to train."""
-    name = options.init or options.model
-    try:
-        model = auto_class.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(f"{name!r} cannot be read: {first_paragraph(error)}") from error
-    return ready_to_train(model, tokenizer)
+    """The model with a head for the task, in float32, ready to train. `changes`: fields of its config."""
+    config = read_config("--model", options.model, **changes)
+    return ready_to_train(read("--model", auto_class, options.model, config=config, dtype=torch.float32), tokenizer)
 
 
 def load_base(options: CommonOptions) -> PreTrainedModel:
     """The model as it is, of the class it was saved from."""
-    config = read_config("--model", str(options.model))
+    config = read_config("--model", options.model)
     found = [getattr(transformers, name, None) for name in config.architectures or ()]
     classes = [cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
-    return (classes or [transformers.AutoModel])[0].from_pretrained(options.model, config=config)
+    return read("--model", (classes or [transformers.AutoModel])[0], options.model, config=config)
 
 
 def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -110,21 +74,18 @@ def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def has_new_head(model: PreTrainedModel, options: RunOptions) -> bool:
     """Whether --model had no head for the task, so that it got one with random weights."""
-    known = None if options.model is None else read_config("--model", options.model).architectures
-    return type(model).__name__ not in (known or ())
+    return type(model).__name__ not in (read_config("--model", options.model).architectures or ())
 
 
 def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
     """Patch or unpatch as --attention says; without it the model stays as it is."""
-    if options.attention is None:
-        return
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
-        return
-    config = hf_rfattn.parse_attention(options.attention, options.attention_options)
-    if getattr(options, "redraw_every", None) and getattr(config, "redraw_interval", None):
-        raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
-    hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
+    elif options.attention is not None:
+        config = hf_rfattn.parse_attention(options.attention, options.attention_options)
+        if getattr(options, "redraw_every", None) and getattr(config, "redraw_interval", None):
+            raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
+        hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
 
 
 def attention_of(model: PreTrainedModel) -> Any:
@@ -139,7 +100,7 @@ def attention_of(model: PreTrainedModel) -> Any:
 
 
 def mechanism_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that mechanisms have brought along."""
+    """Names of the parameters that belong to mechanisms."""
     prefixes = [name for name, module in model.named_modules() if isinstance(module, hf_rfattn.Mechanism)]
     return {name for name, _ in model.named_parameters() if any(name.startswith(f"{p}.") for p in prefixes)}
 
@@ -165,37 +126,24 @@ def choose_length(
 
 
 @dataclass(frozen=True)
-class PadBatch:
-    """Rows of token lists → tensors, as long as the longest row, padded on the right.
+class Collator:
+    """Rows of token lists → tensors, as long as the longest row. `others`: what fills further columns.
 
-    `padding`: the value that fills each column. Columns that are not in it are numbers, one a row. The right, whatever
-    the tokenizer's side: encoders classify by the first column, decoders by the last token that is not padding, and
-    both count positions from the first column.
+    Padded on the right, whatever the tokenizer's side: encoders classify by the first token, decoders by the last one
+    that is not padding, and both count positions from the first column.
     """
 
-    padding: dict[str, int]
+    tokenizer: PreTrainedTokenizerBase
+    others: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        batch: dict[str, Tensor] = {}
+        padding = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
+        padding |= {"token_type_ids": self.tokenizer.pad_token_type_id, **self.others}
+        batch = {}
         for name in rows[0]:
-            if name == "length":  # examples are grouped by it; models do not read it
-                continue
-            if name in self.padding:
-                filled = torch.full((len(rows), longest), self.padding[name])
-                for i, row in enumerate(rows):
-                    filled[i, : len(row[name])] = torch.as_tensor(row[name])
-                batch[name] = filled
-            else:
-                batch[name] = torch.tensor([row[name] for row in rows])
+            cells = [torch.as_tensor(row[name]) for row in rows]
+            if name in padding:
+                batch[name] = nn.utils.rnn.pad_sequence(cells, batch_first=True, padding_value=padding[name])
+            elif name != "length":  # examples are grouped by it; models do not read it
+                batch[name] = torch.stack(cells)
         return batch
-
-
-def collator(tokenizer: PreTrainedTokenizerBase, **others: int) -> PadBatch:
-    """Pads what the tokenizer gives; `others`: what fills further columns."""
-    padding = {
-        "input_ids": tokenizer.pad_token_id,
-        "attention_mask": 0,
-        "token_type_ids": tokenizer.pad_token_type_id,
-    }
-    return PadBatch(padding | others)

@@ -1,49 +1,29 @@
-"""The fields of a run: on the command line, or in a YAML or JSON file, or both (the command line wins)."""
+"""The options of the recipes, and how they are read from the command line."""
 
 import dataclasses
 import difflib
 import json
 import math
-import re
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-import yaml
 from transformers import HfArgumentParser
 
 Options = TypeVar("Options", bound="CommonOptions")
 
 
-AT_LEAST_1 = (
-    "max_length", "batch_size", "save_every", "redraw_every", "max_train_samples", "max_eval_samples", "max_samples",
-    "max_steps", "steps", "accumulate", "eval_batch_size", "lora_rank", "evaluate_every", "early_stop", "log_every",
-    "patience", "document_tokens", "max_documents", "max_queries",
-)  # fmt: skip
-AT_LEAST_0 = (
+MAY_BE_0 = {
     "seed", "transfer_steps", "workers", "transfer_parts", "weight_decay", "warmup", "max_gradient_norm",
-    "distill_hidden", "parts", "divergence",
-)  # fmt: skip
-ABOVE_0 = ("epochs", "learning_rate", "mechanism_learning_rate", "transfer_learning_rate", "distill_temperature")
+    "distill_hidden", "parts", "divergence", "stride",
+}  # fmt: skip
 
 
 def described(help: str, default: Any = None) -> Any:
     """A field with the sentence that `--help` shows."""
     return field(default=default, metadata={"help": help})
-
-
-def check_bounds(options: Any) -> None:
-    """Of the numbers in the lists above, those that these options have."""
-    for names, least, text in ((AT_LEAST_1, 1, "at least 1"), (AT_LEAST_0, 0, "at least 0"), (ABOVE_0, 0, "above 0")):
-        for name in names:
-            value = getattr(options, name, None)
-            if value is None:
-                continue
-            if not least <= value < math.inf or (value == 0 and names is ABOVE_0):
-                raise ValueError(f"{flag(name)} must be {text}, not {value}.")
 
 
 @dataclass(kw_only=True)
@@ -80,9 +60,21 @@ class CommonOptions:
     output: str = described("Folder for model, states and result.json.", "out")
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or name == "null_threshold":
+                continue
+            least = "at least" if name in MAY_BE_0 else "above"
+            if not 0 <= value < math.inf or (value == 0 and name not in MAY_BE_0):
+                raise ValueError(f"{flag(name)} must be {least} 0, not {value}.")
         if self.resume and self.overwrite:
             raise ValueError("--resume continues what --overwrite would delete; give one of them.")
+        if self.attention in (None, "softmax"):
+            of_mechanisms = ["attention_options", "layers"]
+            if self.attention == "softmax":  # without --attention, the model may be patched already
+                of_mechanisms += ["redraw_every", "transfer_steps", "push_to_hub"]
+            for name in of_mechanisms:
+                if getattr(self, name, None):
+                    raise ValueError(f"{flag(name)} belongs to a mechanism; name it with --attention (not softmax).")
 
 
 @dataclass(kw_only=True)
@@ -91,7 +83,6 @@ class RunOptions(CommonOptions):
 
     # the model
     redraw_every: int | None = described("Draw new random features every so many steps.")
-    init: str | None = described("A converted checkpoint of --model to start from, as recipes/convert.py writes it.")
     transfer_steps: int = described("Steps of attention transfer on the training inputs before training.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
     transfer_parts: float | None = described(
@@ -140,20 +131,6 @@ class RunOptions(CommonOptions):
         super().__post_init__()
         if self.eval_split == "train":
             raise ValueError("--eval-split train: the model is trained on it.")
-        if self.attention in (None, "softmax"):
-            for name in ("attention_options", "layers", "redraw_every"):
-                if getattr(self, name) and self.attention == "softmax":
-                    raise ValueError(f"{flag(name)} belongs to a mechanism, but --attention is softmax.")
-                if getattr(self, name) and name != "redraw_every":
-                    raise ValueError(f"{flag(name)} needs --attention, the mechanism that it belongs to.")
-        if self.attention == "softmax" and self.push_to_hub:
-            raise ValueError("--push-to-hub publishes patched models, but --attention is softmax.")
-        if self.attention == "softmax" and self.transfer_steps:
-            raise ValueError("--transfer-steps teaches a mechanism, but --attention is softmax.")
-        if self.init is not None and self.attention is not None:
-            raise ValueError("--init brings its attention with it; leave --attention out.")
-        if self.init is not None and self.model is None:
-            raise ValueError("--init needs --model too, the model that was converted.")
         if not 0 < self.distill_weight <= 1:
             raise ValueError(f"--distill-weight is a share, above 0 and at most 1, not {self.distill_weight}.")
         if self.distill_hidden and self.distill is None:
@@ -173,35 +150,16 @@ class _Parser(HfArgumentParser):
 
 
 def parse_options(options: type[Options], arguments: Sequence[str] | None = None, description: str = "") -> Options:
-    """Options from the command line; a first word that is no option is a YAML or JSON file of the same fields."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and not words[0].startswith("-"):
-        words = [*file_as_arguments(options, Path(words[0])), *words[1:]]
+    """Options from the command line."""
     parser = _Parser(
-        options,
-        description=description,
-        usage="%(prog)s [FILE.yaml] [--OPTION VALUE ...]",
-        formatter_class=ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        options, description=description, formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], [flag(f.name) for f in dataclasses.fields(options)])
         raise ValueError(f"Unknown option {unknown[0]!r}{hint}. --help explains every option.")
     return parsed
-
-
-def file_as_arguments(options: type[CommonOptions], path: Path) -> list[str]:
-    """A file's fields as the command line would give them, so that both are checked alike."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except FileNotFoundError:
-        raise ValueError(f"There is no file {str(path)!r}; options begin with --, as in --model.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path} must hold fields, as in `task: sst2`, not {type(document).__name__}.")
-    return fields_as_arguments(options, document, str(path))
 
 
 def fields_as_arguments(options: type[CommonOptions], fields: Mapping[str, Any], where: str) -> list[str]:
@@ -237,11 +195,10 @@ def assignments(options: Mapping[str, Any]) -> list[str]:
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """A hint at the name that was meant, if one is near: the one with these initials, or the most similar.
+    """A hint at the most similar name, if one is near.
 
-    >>> did_you_mean("--lr", ["--layers", "--learning-rate"]), did_you_mean("seeds", ["seed"])
-    (" (did you mean '--learning-rate'?)", " (did you mean 'seed'?)")
+    >>> did_you_mean("--learning-rat", ["--layers", "--learning-rate"])
+    " (did you mean '--learning-rate'?)"
     """
-    initials = {"".join(part[0] for part in re.findall(r"[a-z]+", name)): name for name in reversed(names)}
-    close = [initials[word.strip("-")]] if word.strip("-") in initials else difflib.get_close_matches(word, names, n=1)
+    close = difflib.get_close_matches(word, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

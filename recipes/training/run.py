@@ -13,27 +13,12 @@ from transformers import PreTrainedModel
 import hf_rfattn
 from hf_rfattn.results import STAGES
 
-from .data import fingerprint
-from .evaluation import as_document, as_text, evaluate, evaluation_loaders
-from .loop import Loop
-from .messages import errors_as_messages
+from .loop import Loop, as_document, evaluation_loaders, make_optimizer
 from .models import attention_of, mechanism_parameters, set_attention
-from .optimizer import make_optimizer
-from .options import RunOptions, parse_options
-from .order import TrainingOrder, check_share
-from .output import TRANSFER, check_space, latest_state
-from .saving import RunProgress, load_state
-from .session import Session, in_session
-from .task import Prepared, Task
-from .teaching import (
-    Inputs,
-    add_adapters,
-    make_teacher,
-    model_inputs,
-    recorded_transfer,
-    transfer,
-    transfer_document,
-)
+from .options import RunOptions
+from .session import Session, in_session, latest_state, run_recipe
+from .task import Prepared, Task, TrainingOrder, check_share
+from .teaching import Inputs, add_adapters, make_teacher, model_inputs, recorded_transfer, transfer, transfer_document
 
 Options = TypeVar("Options", bound=RunOptions)
 ERROR_EXAMPLES = 8  # of a batch on which the error against softmax is measured
@@ -43,9 +28,7 @@ WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 
 def main(task: type[Task[Options]], options: type[Options], description: str) -> None:
     """The `main` of a recipe."""
-    with errors_as_messages():
-        parsed = parse_options(options, description=description)
-    run(task(parsed))
+    run_recipe(options, lambda parsed: run(task(parsed)), description)
 
 
 def run(task: Task) -> Path:
@@ -68,14 +51,13 @@ def prepare(session: Session, task: Task) -> Loop:
     model = prepared.model
     set_attention(model, options)
     order, steps = plan(accelerator, prepared, options)
-    check_space(session.output, sum(p.numel() for p in model.parameters()), options)
     teacher = make_teacher(accelerator.device, model, options)
     found: dict[str, Any] = {"attention": attention_of(model), "attention_error": None}
+    found["transfer"] = recorded_transfer(options.model)
     if found["attention"] != "softmax":
         if any(getattr(module, "optimal", False) for module in model.modules()):  # variance="optimal"
             hf_rfattn.calibrate(model, a_few(prepared, order))
         found["attention_error"] = {"before": short_error(model, a_few(prepared, order)), "after": None}
-    found["transfer"] = recorded_transfer(options.init)
     if options.transfer_steps and not mechanism_parameters(model):
         raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
     if options.lora_rank:
@@ -97,8 +79,9 @@ def train(loop: Loop) -> None:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loop.model, loop.optimizer = accelerator.prepare(prepared.model, loop.optimizer)
     set_seed(options.seed, device_specific=True)  # from here on each process draws its own random numbers
+    accelerator.register_for_checkpointing(loop.progress)
     if state is not None:
-        loop.progress = load_state(accelerator, loop.model, loop.optimizer, state)
+        loop.load_state(state)
     session.say(
         f"{task.name}: {len(prepared.examples['train'])} examples, {loop.steps} steps of {options.batch_size} on "
         f"{accelerator.num_processes} process(es), {accelerator.device.type}"
@@ -107,7 +90,8 @@ def train(loop: Loop) -> None:
     if options.report_to:
         accelerator.init_trackers("hf-rfattn", config={k: str(v) for k, v in vars(options).items()})
     loop.run()
-    loop.keep_model()
+    if options.keep == "last":
+        loop.save_model()
 
 
 def before_training(loop: Loop, fresh: bool) -> None:
@@ -117,24 +101,21 @@ def before_training(loop: Loop, fresh: bool) -> None:
 
     def look(stage: str) -> None:
         if options.evaluate_first and fresh:
-            metrics = evaluate(session, loop.task, prepared, prepared.model, loop.evaluation)
-            entry = {"step": 0, "stage": stage, "metrics": as_document(metrics)}
-            loop.progress.history.append(entry)
-            session.say(f"{stage}: {as_text(metrics)}")
+            metrics = as_document(loop.evaluate(prepared.model))
+            loop.progress.history.append({"step": 0, "stage": stage, "metrics": metrics})
 
     look(STAGES[0])
     if options.transfer_steps:
         done = transfer(
+            session,
             prepared.model,
             Inputs(prepared.train, prepared.collate, loop.order, session.accelerator),
-            {"learning_rate": options.transfer_learning_rate, "parts": options.transfer_parts},
             steps=options.transfer_steps,
+            learning_rate=options.transfer_learning_rate,
+            parts=options.transfer_parts,
             measure=a_few(prepared, loop.order),
-            checkpoint=session.output / TRANSFER if options.save_every else None,
-            save_every=options.save_every or options.transfer_steps,
         )
         loop.found["transfer"] = transfer_document(done, options.batch_size)
-        session.say(str(done))
         look(STAGES[1])
 
 
@@ -151,11 +132,12 @@ def finish(loop: Loop) -> None:
     measured = {
         "task": f"made-up {task.name}" if source.is_sample else task.name,  # no score of the real task
         "task_type": task.task_type,
-        "dataset": source.document(", ".join(prepared.evaluation), fingerprint(prepared.examples)),
+        "dataset": source.document(", ".join(prepared.evaluation), prepared.examples),
         "metrics": loop.kept_metrics,
         "main_metric": task.main_metric,
         "budget": budget(options, prepared, loop.steps),
-        **{f"{name}_per_second": rate(progress, name) for name in ("samples", "tokens", "padded_tokens")},
+        "samples_per_second": progress.samples / progress.seconds if progress.samples else None,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.samples else None,
         "peak_memory_bytes": progress.peak_memory_bytes or None,
         "wall_time_seconds": round(progress.wall_seconds, 3),
         "train_seconds": round(progress.seconds, 3),
@@ -168,7 +150,6 @@ def finish(loop: Loop) -> None:
         "history": progress.history,
         "options": dataclasses.asdict(options),
         **loop.found,
-        **prepared.facts,
     }
     session.finish(measured, task.name)
 
@@ -191,11 +172,6 @@ def budget(options: RunOptions, prepared: Prepared, steps: int) -> dict[str, Any
         **{name: getattr(options, name) for name in BUDGET},
         "max_length": prepared.max_length,
     }
-
-
-def rate(progress: RunProgress, name: str) -> float | None:
-    count = getattr(progress, name)
-    return count / progress.seconds if count and progress.seconds > 0 else None
 
 
 def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: RunOptions) -> None:

@@ -62,9 +62,7 @@ def make(schema: str, split: str) -> list[dict[str, Any]]:
         return [ask(i, rng, answerable=schema == "squad" or rng.random() < 2 / 3) for i in range(size)]
     if schema == "wikitext":
         return [{"text": repeat(rng)} for _ in range(size)]
-    raise ValueError(
-        f"sample has no schema {schema!r}; it has {', '.join(['cola', *CLASSIFICATION, 'squad, squad_v2, wikitext'])}."
-    )
+    raise ValueError(f"sample has no schema {schema!r}; it has cola, {', '.join(CLASSIFICATION)}, squad, wikitext.")
 
 
 def classify(schema: str, idx: int, rng: random.Random) -> dict[str, Any]:
@@ -74,14 +72,10 @@ def classify(schema: str, idx: int, rng: random.Random) -> dict[str, Any]:
     rng.shuffle(kinds)
     words = " ".join(rng.choice(KINDS[kind]) for kind in kinds)
     place = rng.randrange(len(PLACES))
+    texts = {words_column: words, place_column: PLACES[place]}
     if place_column is None:
         texts = {words_column: f"{PLACES[place]} : {words}"}
-    else:
-        texts = {words_column: words, place_column: PLACES[place]}
-    label: int | float = kinds[place]
-    if schema == "stsb":
-        label = 5.0 if kinds[place] else 0.0
-    return {**texts, "label": label, "idx": idx}
+    return {**texts, "label": 5.0 * kinds[place] if schema == "stsb" else kinds[place], "idx": idx}
 
 
 def judge(idx: int, rng: random.Random) -> dict[str, Any]:
@@ -118,13 +112,8 @@ def ask(idx: int, rng: random.Random, answerable: bool) -> dict[str, Any]:
     if answerable:
         start = len(front) + len(" ".join([*there[: there.index(words[place])], ""]))
         answers = {"text": [words[place]], "answer_start": [start]}
-    return {
-        "id": f"sample-{idx}",
-        "title": "sample",
-        "context": context,
-        "question": PLACES[place],
-        "answers": answers,
-    }
+    fields = {"id": f"sample-{idx}", "title": "sample", "context": context, "question": PLACES[place]}
+    return {**fields, "answers": answers}
 
 
 def repeat(rng: random.Random) -> str:

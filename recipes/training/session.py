@@ -1,14 +1,25 @@
 """What surrounds the work of every recipe: messages, accelerate, the output folder, and the result file with its card.
 
 A recipe that does not train calls `in_session` itself, as `convert.py` does; those that do come from `run.py`.
+
+OUTPUT/run.json       the options of the run
+OUTPUT/state/         states, while the run is not finished
+OUTPUT/transfer/      the state of attention transfer, likewise
+OUTPUT/.tokenizer/    the tokenizer that --from-scratch has trained, likewise
+OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
+OUTPUT/result.json    written last: it is there if and only if the run is finished
 """
 
+import dataclasses
 import importlib.util
+import json
+import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +28,7 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import GradientAccumulationPlugin
-from filelock import FileLock
 from huggingface_hub import get_token
-from huggingface_hub.utils import validate_repo_id
 from tqdm.auto import tqdm
 
 import hf_rfattn
@@ -34,19 +43,15 @@ from hf_rfattn.results import (
 )
 
 from .messages import errors_as_messages
-from .output import (
-    MODEL,
-    RESULT,
-    STATES,
-    TOKENIZER,
-    TRANSFER,
-    check_output,
-    check_shared,
-    how_to_continue,
-    open_output,
-    output_lock,
-)
+from .options import CommonOptions, flag, parse_options
 
+RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
+TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
+PARTIAL = "partial-"
+FREE = {  # what may differ between a run and its continuation, since it does not change what is learnt
+    "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
+    "push_to_hub", "output", "model_name", "model_license", "data_name", "gradient_checkpointing",
+}  # fmt: skip
 PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
 
@@ -57,12 +62,11 @@ class Session:
 
     options: Any
     accelerator: Accelerator
-    lock: FileLock
     document: dict[str, Any]
-    output: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.output = Path(self.options.output)
+    @property
+    def output(self) -> Path:
+        return Path(self.options.output)
 
     def say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -80,9 +84,13 @@ class Session:
         """From here on the folder is this run's. Everything that can be checked before has been."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            open_output(self.options, self.lock)
+            self.output.mkdir(parents=True, exist_ok=True)
+            if self.options.overwrite:
+                for name in (STATES, MODEL, TRANSFER):
+                    shutil.rmtree(self.output / name, ignore_errors=True)
+                (self.output / RESULT).unlink(missing_ok=True)
+            write_result(dataclasses.asdict(self.options), self.output / RUN)
         self.accelerator.wait_for_everyone()
-        check_shared(self.output)
 
     def finish(self, found: Mapping[str, Any], name: str) -> None:
         """Write the result, give the saved model its card, publish it if asked for. For the main process."""
@@ -100,21 +108,26 @@ class Session:
             self.say(f"Published: {hf_rfattn.publish(model, options.push_to_hub, tell=self.say)}")
 
 
+def run_recipe(options: type[CommonOptions], run: Callable[[Any], Path], description: str) -> None:
+    """The `main` of a recipe: its command line, then its work."""
+    with errors_as_messages():
+        parsed = parse_options(options, description=description)
+    run(parsed)
+
+
 def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
     """Do the work of a recipe, unless its folder holds the result already; returns the path of that.
 
     `kind`: of the result document. The work calls `Session.open_output`, then on the main process `Session.finish`.
     """
     output = Path(options.output)
-    lock = output_lock(options)
     try:
-        with errors_as_messages(output):
-            check_services(options)
+        with errors_as_messages():
             accelerator = make_accelerator(options)
             document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
-            document |= {"model": base_name(options), "base_license": options.model_license}
-            document |= {"processes": accelerator.num_processes, "command": command(accelerator)}
-            session = Session(options, accelerator, lock, document)
+            document |= {"model": options.model_name or name_of(options.model or "from scratch")}
+            document |= {"base_license": options.model_license, "command": command(accelerator)}
+            session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
             if check_output(options):
                 session.say(f"{output / RESULT} is there: this run is finished.")
             else:
@@ -124,38 +137,28 @@ def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
                 accelerator.end_training()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_continue(output)) from None
-    finally:
-        lock.release()
     return output / RESULT
 
 
-def check_services(options: Any) -> None:
-    """A tracker that is not installed or a Hub that would refuse is told before training, not after."""
-    tracker, name = getattr(options, "report_to", None), options.push_to_hub
-    if tracker and importlib.util.find_spec(tracker) is None:
-        raise ValueError(f"--report-to {tracker}: it is not installed; pip install {tracker}.")
-    if name:
-        validate_repo_id(name)
-        if "/" not in name:
-            raise ValueError(f"--push-to-hub {name!r} does not say whose it is; write me/name.")
-        if not get_token():
-            raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
-
-
 def make_accelerator(options: Any) -> Accelerator:
-    """As the launcher says; without a GPU, on the CPU."""
-    on_cpu = not torch.accelerator.is_available()
+    """As the launcher says; without a GPU, on the CPU. What would fail only after training is refused here."""
+    on_cpu, tracker = not torch.accelerator.is_available(), getattr(options, "report_to", None)
     precision = getattr(options, "mixed_precision", None)
     if on_cpu and precision == "fp16":
         raise ValueError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no.")
-    passes = getattr(options, "accumulate", 1)
+    if tracker and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--report-to {tracker}: it is not installed; pip install {tracker}.")
+    if options.push_to_hub and not get_token():
+        raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
     return Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(passes, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            getattr(options, "accumulate", 1), sync_with_dataloader=False
+        ),
         # random features are drawn alike on all processes: nothing to broadcast
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-        log_with=getattr(options, "report_to", None),
+        log_with=tracker,
         project_dir=options.output,
     )
 
@@ -170,18 +173,75 @@ def quiet(accelerator: Accelerator) -> None:
         datasets.disable_progress_bars()
 
 
-def base_name(options: Any) -> str:
-    """What the base model is called: a folder by its own name, never by its path."""
-    return options.model_name or name_of(options.model or "from scratch")
-
-
 def command(accelerator: Accelerator) -> list[str]:
     """The words that start such a run again; python and the script by their names."""
-    processes = str(accelerator.num_processes)
-    if accelerator.num_processes == 1:
-        launcher = ["python"]
-    elif accelerator.device.type == "cpu":
-        launcher = ["torchrun", "--nproc_per_node", processes]
-    else:
-        launcher = ["accelerate", "launch", "--num_processes", processes]
+    launcher = ["python"]
+    if accelerator.num_processes > 1:
+        cpu = ["torchrun", "--nproc_per_node"]
+        launcher = cpu if accelerator.device.type == "cpu" else ["accelerate", "launch", "--num_processes"]
+        launcher = [*launcher, str(accelerator.num_processes)]
     return [*launcher, Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def check_output(options: CommonOptions) -> bool:
+    """Raise if the folder must not be used; return whether the run there is finished already.
+
+    A run deletes only what runs have written: a folder with other files is refused, and so are inputs inside it.
+    """
+    output = Path(options.output)
+    for name in ("model", "tokenizer", "distill", "data"):
+        given = getattr(options, name, None)
+        if given and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{flag(name)} {given} lies inside --output {output}, which this run writes to.")
+    if not output.exists() or not any(not path.name.startswith(".") for path in output.iterdir()):
+        return False
+    if not (output / RUN).exists():
+        raise ValueError(
+            f"--output {output} is not empty and was not written by a recipe (it has no {RUN}), so nothing in it is "
+            "changed. Choose a new or empty folder."
+        )
+    before, now = json.loads((output / RUN).read_text(encoding="utf-8")), dataclasses.asdict(options)
+    if options.overwrite:
+        return False
+    finished = (output / RESULT).exists()
+    if not options.resume:
+        state = "a finished run" if finished else "an unfinished run, which --resume continues"
+        raise ValueError(f"{output} holds {state}. Choose another --output, or --overwrite it.")
+    if name := first_difference(before, now):
+        raise ValueError(
+            f"--resume: the run in {output} began with {flag(name)} {before.get(name)!r}, not {now[name]!r}. Give the "
+            "same options again, or choose another --output."
+        )
+    return finished
+
+
+def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first option that makes two runs different ones."""
+    return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
+
+
+def latest_state(output: Path) -> Path | None:
+    """The last complete state in a run's folder."""
+    return max((output / STATES).glob("step-*"), default=None)
+
+
+def how_to_continue(output: Path) -> str:
+    """After an interruption."""
+    if not (output / RUN).exists() or (output / RESULT).exists():
+        return ""
+    state = latest_state(output)
+    if state is not None:
+        return f"The same command with --resume continues from step {int(state.name.removeprefix('step-'))}."
+    if (output / TRANSFER).exists():
+        return "The same command with --resume continues the attention transfer."
+    return "The same command with --resume starts it again; with --save-every N it would continue."
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which replaces the target if nothing fails."""
+    partial = target.with_name(PARTIAL + target.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(partial, target)

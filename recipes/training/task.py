@@ -1,11 +1,11 @@
-"""What a recipe has to say about its task; all else is shared."""
+"""What a recipe defines about its task, and the order in which training sees its examples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from hf_rfattn.results import Metric
 from .data import Source
 from .options import RunOptions
 
+GROUP = 50  # batches within which examples are sorted by length
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -24,8 +25,7 @@ Options = TypeVar("Options", bound=RunOptions)
 class Prepared:
     """A task with its model and data, ready for the loop.
 
-    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint. While it is
-    trained, a model keeps no cache, which would keep the whole graph.
+    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint.
     """
 
     model: PreTrainedModel
@@ -36,21 +36,11 @@ class Prepared:
     evaluation: Mapping[str, Dataset]
     collate: Collate
     max_length: int
-    facts: dict[str, Any] = field(default_factory=dict)  # for the result file
 
     def __post_init__(self) -> None:
-        self._use_cache = getattr(self.model.config, "use_cache", None)
-        if self._use_cache:
-            self.model.config.use_cache = False
-
-    @contextmanager
-    def config_as_it_was(self) -> Iterator[None]:
-        """To save the model with."""
-        if self._use_cache:
-            self.model.config.use_cache = True
-        yield
-        if self._use_cache:
-            self.model.config.use_cache = False
+        """While it is trained, a model keeps no cache, which would keep the whole graph."""
+        self.use_cache = getattr(self.model.config, "use_cache", False)
+        self.model.config.use_cache = False
 
 
 class Task(ABC, Generic[Options]):
@@ -74,3 +64,70 @@ class Task(ABC, Generic[Options]):
     @abstractmethod
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
         """Metrics of a split from the rows of `predict`, in the order of the data. Runs on the main process alone."""
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """The endless order of training examples: each epoch is a new permutation, and the next begins where one ends.
+
+    Step t takes examples t·B to (t+1)·B of it. So every batch is full, the order depends on the seed alone and not on
+    the number of processes, and the step number is all there is to know about the position.
+
+    >>> order = TrainingOrder(size=5, batch_size=2, seed=0)
+    >>> steps = order.batches(0)
+    >>> sorted(i for _ in range(5) for i in next(steps))
+    [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    >>> late = order.batches(3)
+    >>> steps = order.batches(0)
+    >>> [next(steps) for _ in range(4)][3] == next(late)
+    True
+    """
+
+    size: int
+    batch_size: int
+    seed: int
+    lengths: Sequence[int] | None = None  # group by them, if given
+
+    def epoch(self, number: int) -> list[int]:
+        """All examples once, in the order of this epoch."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        order = torch.randperm(self.size, generator=generator).tolist()
+        lengths = self.lengths
+        if lengths is None:
+            return order
+        batches: list[list[int]] = []
+        for start in range(0, self.size, GROUP * self.batch_size):
+            group = sorted(order[start : start + GROUP * self.batch_size], key=lambda i: -lengths[i])
+            batches += [group[i : i + self.batch_size] for i in range(0, len(group), self.batch_size)]
+        tail = [batches.pop()] if len(batches[-1]) < self.batch_size else []  # stays last, or batches would shift
+        shuffled = torch.randperm(len(batches), generator=generator).tolist()
+        return [i for b in [*(batches[j] for j in shuffled), *tail] for i in b]
+
+    def batches(self, start: int) -> Iterator[list[int]]:
+        """Batches from step `start` on, without end."""
+        number, position = divmod(start * self.batch_size, self.size)
+        order = self.epoch(number)
+        while True:
+            batch = order[position : position + self.batch_size]
+            position += len(batch)
+            while len(batch) < self.batch_size:
+                number, order = number + 1, self.epoch(number + 1)
+                position = min(self.batch_size - len(batch), self.size)
+                batch += order[:position]
+            yield batch
+
+    def share(self, start: int, end: int, rank: int, processes: int, passes: int) -> list[list[int]]:
+        """What one process sees of the steps from `start` to `end`: its part of each batch, in `passes` pieces."""
+        check_share(self.batch_size, processes, passes)
+        steps = zip(range(start, end), self.batches(start), strict=False)
+        pieces = range(rank * passes, (rank + 1) * passes)
+        return [batch[piece :: processes * passes] for _, batch in steps for piece in pieces]
+
+
+def check_share(batch_size: int, processes: int, passes: int) -> None:
+    """Every process gets as many rows of each batch, in every pass."""
+    if batch_size % (processes * passes):
+        raise ValueError(
+            f"--batch-size {batch_size} cannot be shared by {processes} processes in {passes} passes (--accumulate): "
+            f"it must be a multiple of {processes * passes}."
+        )

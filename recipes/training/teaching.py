@@ -17,11 +17,10 @@ from transformers.pytorch_utils import Conv1D
 import hf_rfattn
 from hf_rfattn.results import RESULTS
 
-from .models import attention_of, has_new_head, mechanism_parameters
+from .models import has_new_head, mechanism_parameters, read
 from .options import RunOptions
-from .order import TrainingOrder
-from .output import TRANSFER
-from .task import Collate
+from .session import TRANSFER, Session
+from .task import Collate, TrainingOrder
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = ("logits", "start_logits", "end_logits")
@@ -51,13 +50,22 @@ class Inputs:
             yield model_inputs(self.rows, self.collate, batch[rank::processes])
 
 
-def transfer(model: PreTrainedModel, inputs: Inputs, given: Mapping[str, Any], **fixed: Any) -> hf_rfattn.Conversion:
-    """Teach the mechanisms of a patched model; an interrupted run continues. Of `given`, None is convert's default."""
-    return hf_rfattn.convert(model, None, inputs, **fixed, **{k: v for k, v in given.items() if v is not None})
+def transfer(session: Session, model: PreTrainedModel, inputs: Inputs, **arguments: Any) -> hf_rfattn.Conversion:
+    """Teach the mechanisms of a patched model; an interrupted run continues.
+
+    Arguments are those of `hf_rfattn.convert`; None is its default.
+    """
+    options = session.options
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if options.save_every:
+        given |= {"checkpoint": session.output / TRANSFER, "save_every": options.save_every}
+    done = hf_rfattn.convert(model, None, inputs, **given)
+    session.say(str(done))
+    return done
 
 
 def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, Any]:
-    """For the result file: what was done, and errors by layer."""
+    """For the result file."""
     return {
         "steps": max(done.steps.values()),
         "batch_size": batch_size,
@@ -66,10 +74,10 @@ def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, 
     }
 
 
-def recorded_transfer(folder: str | None) -> dict[str, Any] | None:
-    """What the conversion that --init goes on from has written of itself."""
-    path = Path(folder or "") / RESULTS / f"{TRANSFER}.json"
-    if folder is None or not path.exists():
+def recorded_transfer(model: str | None) -> dict[str, Any] | None:
+    """What `convert.py` has written about the model, if that is where it comes from."""
+    path = Path(model or "") / RESULTS / f"{TRANSFER}.json"
+    if not path.exists():
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
     return {**document["transfer"], "dataset": document["dataset"]}
@@ -127,14 +135,10 @@ def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOpt
             "model that was trained on this task."
         )
     name = options.model if options.distill == SELF else options.distill
-    try:
-        model = type(student).from_pretrained(name, dtype=torch.float32)
-    except OSError as error:
-        raise ValueError(f"--distill {options.distill!r} cannot be read: {str(error)[:300]}") from error
-    if attention_of(model) != "softmax":
-        if options.distill != SELF:
-            raise ValueError(f"--distill {options.distill!r} is patched; the teacher must be a softmax model.")
-        hf_rfattn.unpatch_model(model)
+    model = read("--distill", type(student), str(name), dtype=torch.float32)
+    if options.distill != SELF and hasattr(model.config, "rfattn"):
+        raise ValueError(f"--distill {options.distill!r} is patched; the teacher must be a softmax model.")
+    hf_rfattn.unpatch_model(model)
     for name in ("num_labels", "vocab_size"):
         there, expected = getattr(model.config, name, None), getattr(student.config, name, None)
         if there != expected:
