@@ -1,4 +1,5 @@
 # make test     the suite, in .venv (made on first use)
+# make test-gpu the tests that need a GPU (two for some of them), and those of the fused kernels; with a build of torch for it
 # make demo     a pretrained embedding model on long documents with each kind of attention: table, plot, models and cards in demo_out
 # make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
 #               (or stories) for other files of recipes/compare than accuracy.yaml
@@ -29,10 +30,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: test compat upstream demo compare bench readme docs dist style format clean
+.PHONY: test test-gpu compat upstream demo compare bench readme docs dist style format clean
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -rs tests/gpu tests/test_fused.py $(ARGS)
+	$(BIN)/hf-rfattn doctor
 
 compat:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) .ci/compat $(ARGS)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _HOMES
     from .mechanisms.naming import attention_label as attention_label
     from .mechanisms.naming import mechanism_names_in as mechanism_names_in
     from .mechanisms.rff import RffConfig as RffConfig
+    from .ops.backend import set_backend as set_backend
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _HOMES = {  # the module that each public name comes from
     "mechanisms.multipole": "MultipoleConfig",
     "mechanisms.naming": "attention_label mechanism_names_in",
     "mechanisms.rff": "RffConfig",
+    "ops.backend": "set_backend",
 }
 
 if not TYPE_CHECKING:  # type checkers would take any name for a public one

@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from . import bench, hub
+from .doctor import doctor
 from .inspect_model import inspect_model
 from .patch_model import patch, unpatch
 from .study import study
@@ -80,3 +81,4 @@ app.add_typer(bench.app)
 app.command()(study)
 app.command()(hub.card)
 app.command()(hub.publish)
+app.command()(doctor)

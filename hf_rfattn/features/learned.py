@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import Features
+from ..ops.fused import Landmarks
 from .maps import FeatureMap, LogLinearFeatures, Role, per_head_product, per_query_head
 from .projections import Projection, draw_projection, seeded_generator
 
@@ -20,6 +21,8 @@ class HedgehogFeatures(FeatureMap):
     W starts at the identity, with random orthogonal rows below it for more than twice the head size of features and in
     its place for fewer; b starts at zero.
     """
+
+    log_linear = True
 
     def __init__(self, num_heads: int, num_kv_heads: int, num_features: int, head_dim: int, seed: tuple[int, ...]):
         super().__init__()
@@ -38,6 +41,10 @@ class HedgehogFeatures(FeatureMap):
     def features(self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor) -> Features:
         x = per_head_product(x, weight, scale) + bias.to(x.dtype)[:, None]
         return Features(torch.cat([F.log_softmax(x, dim=-1), F.log_softmax(-x, dim=-1)], dim=-1))
+
+    def landmarks(self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor) -> list[Landmarks]:
+        bias = bias.unsqueeze(1)
+        return [Landmarks(weight, bias, None), Landmarks(-weight, -bias, None)]
 
     def multiply_adds(self) -> int:
         return self.query_weight.shape[1] * self.query_weight.shape[2]

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import FeatureFunction, Features
+from ..ops.fused import Landmarks
+from ..ops.linear import compute_dtype
 from .projections import Projection, draw_projection, seeded_generator
 
 Role = Literal["query", "key"]
@@ -42,6 +44,7 @@ class FeatureMap(nn.Module):
     num_features: int
     positive: bool = True
     knows_gradient: bool = False  # of tokens, by `pull`
+    log_linear: bool = False  # whether there are `landmarks`
     log_features: bool = True  # whether `features` gives a logarithm for each feature, or one a token and a factor
 
     def forward(self, role: Role, scale: float = 1.0) -> FeatureFunction:
@@ -74,6 +77,10 @@ class FeatureMap(nn.Module):
         """The gradient of tokens, from that of their log-features: where `knows_gradient`, in fewer passes than
         autograd takes.
         """
+        raise NotImplementedError
+
+    def landmarks(self, x: Tensor, role: str, scale: float, *tensors: Any) -> list[Landmarks]:
+        """The same features where `log_linear`, in groups of linear functions of tokens, for fused kernels."""
         raise NotImplementedError
 
     def floor(self) -> Tensor | None:
@@ -130,6 +137,7 @@ class LogLinearFeatures(FeatureMap):
     """
 
     knows_gradient = True
+    log_linear = True
 
     def features(
         self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
@@ -147,6 +155,10 @@ class LogLinearFeatures(FeatureMap):
         if temperature is not None:
             norms = norms * per_query_head(temperature.to(x.dtype), x.shape[1])
         return norms - math.log(weight.shape[1]) / 2
+
+    def landmarks(self, x, role, scale, weight, bias, temperature):
+        offset = 0.0 if role == "query" else self.query_offset(x.to(compute_dtype(x)), scale, weight, bias, temperature)
+        return [Landmarks(weight, bias, offset)]
 
     def pull(self, x, role, scale, gradient, weight, bias, temperature):
         (B, H, L, D), heads = x.shape, len(weight)

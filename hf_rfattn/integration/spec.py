@@ -47,7 +47,7 @@ class PatchSpec:
         for wrong, problem in (
             (type(version) is not int or version < 1, "has no format version"),
             (not isinstance(layers, Mapping) or not layers, "does not say which layers are patched"),
-            (type(cross) is not bool or type(seed) is not int, "needs cross_attention (a boolean) and an integer seed"),
+            (type(cross) is not bool or type(seed) is not int, "needs a boolean cross_attention and a whole seed"),
             (softmax not in SOFTMAX_NAMES, f"has {softmax!r} as its softmax implementation; possible are {possible}"),
         ):
             if wrong:

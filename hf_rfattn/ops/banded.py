@@ -5,12 +5,14 @@ and the neighbouring tiles that the band reaches into.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from . import backend, fused
 from .autograd import differentiate, gradients_of, keep, kept
 from .linear import State, compute_dtype
 from .masks import global_keys, positions_of
@@ -37,6 +39,9 @@ def banded_attention(
     at the last key. `key_mask` `[B, Lk]`: True for keys that exist. `segments` `[B, L]`: numbers of packed sequences. A
     query that sees no key has out = 0 and lse = -inf. O(Lq · bandwidth · D) time, O(L · D) memory.
     """
+    this = partial(banded_attention, bandwidth=bandwidth, scale=scale, causal=causal)
+    if q.device.type in backend.DEVICES and backend.fused("band", this, (q, k, v)):
+        return fused.banded_attention(q, k, v, bandwidth, scale, key_mask, causal, segments)
     for size in TILES:
         if bandwidth <= size:
             break

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from . import backend, fused
 from .autograd import differentiate, gradients_of, keep, kept, recompute
 from .linear import FeatureFunction, FeatureGradients, Features, Sums, compute_dtype, floored
 from .softmax import exp_of_difference
@@ -59,6 +60,8 @@ def causal_linear_attention(
         block = _Block.of(slice(0, 1), phi_q(x), phi_k(y), u, *masks)
         out, log_d, *after = _attend_by_steps(block, sums, phi_q.floor)
         out = out.to(q.dtype)
+    elif q.device.type in backend.DEVICES and _fused(arguments[:5]):
+        out, log_d, *after = fused.causal_linear_attention(q, k, v, phi_q, phi_k, *masks, arguments[-1])
     elif not phi_q.positive or traced():
         out, log_d, *after = _attention(*arguments)
     elif torch.is_grad_enabled() and (found := differentiate(_CausalAttention, *arguments)) is not None:
@@ -66,6 +69,13 @@ def causal_linear_attention(
     else:
         (out, log_d, *after), _ = _forward(*arguments)
     return out, log_d, Sums(*after)
+
+
+def _fused(arguments: tuple[Any, ...]) -> bool:
+    problem = None if arguments[3].positive else "features are signed"
+    if traced():
+        problem = "kernels of flash-linear-attention cannot be part of a compiled graph"
+    return backend.fused("causal", causal_linear_attention, arguments, problem)
 
 
 def linear_multiply_adds(length: int, features: int, value_dim: int, causal: bool) -> int:

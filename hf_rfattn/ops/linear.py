@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from . import backend, fused
 from .autograd import differentiate, gradients_of, keep, kept, recompute
 from .softmax import SOME, exp_of_difference
 from .tiles import block_size
@@ -69,6 +70,10 @@ class FeatureFunction(NamedTuple):
         """φ of tokens as it is defined."""
         found = self.map.features(x, self.role, self.scale, *self.tensors)
         return found if self.role == "key" else found._replace(log=found.log + self.offset(x))
+
+    def landmarks(self, x: Tensor) -> list[fused.Landmarks]:
+        """φ of tokens as log-linear features, for fused kernels."""
+        return self.map.landmarks(x, self.role, self.scale, *self.tensors)
 
     def offset(self, x: Tensor) -> Tensor | float:
         """The logarithm of the factor that operators leave out of φ of queries."""
@@ -230,6 +235,11 @@ def linear_attention(
     features. `key_mask` `[B, Lk]`: True for keys that exist. A query that sees none gets zeros. O((Lq + Lk) · M · D)
     time, O(L · D + M · D) memory.
     """
+    if q.device.type in backend.DEVICES:
+        arguments = q, k, v, phi_q, phi_k
+        problem = None if phi_q.map.log_linear else "features are not log-linear"
+        if backend.fused("linear", linear_attention, arguments, problem):
+            return fused.linear_attention(*arguments, key_mask)
     if phi_q.positive and torch.is_grad_enabled():
         found = differentiate(_PositiveAttention, q, k, v, phi_q, phi_k, key_mask)
         if found is not None:

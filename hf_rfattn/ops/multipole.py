@@ -9,15 +9,17 @@ With all blocks chosen it is softmax.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import backend, fused
 from .autograd import gradients_of
 from .linear import compute_dtype
 from .multipole_choice import SUBTILES, Order, Sizes, choose_blocks, inverse, orders, radius_of, take
-from .softmax import LOG2_E, SOME, exp2_of_difference_
+from .softmax import LOG2_E, SOME, exp2_of_difference_, merge
 from .tiles import BLOCK, OTHER_BLOCK, from_tiles, into_tiles, traced
 
 
@@ -50,7 +52,12 @@ def multipole_attention(
     blocks, values = (into_tiles(z, sizes.block, heads).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
     if y_seen is not None:
         y_seen = into_tiles(y_seen.expand(*y.shape[:3], 1), sizes.block, heads).flatten(0, 1)[..., 0]  # [N, B, c]
-    out = _attention(tiles, counted, blocks, values, y_seen, sizes, scale)
+    this = partial(multipole_attention, sizes=sizes, order=order, scale=scale)
+    if q.device.type in backend.DEVICES and backend.fused("multipole", this, (q, k, v)):
+        chosen = _choose(tiles, counted, blocks, y_seen, sizes, scale)
+        out = _by_fused_kernels(tiles, _Blocks.of(blocks, values, y_seen), chosen, scale, q.dtype)
+    else:
+        out = _attention(tiles, counted, blocks, values, y_seen, sizes, scale)
     out = out.unflatten(0, (-1, heads)).unflatten(2, (q.shape[1] // heads, -1)).flatten(1, 2)
     out = from_tiles(out, q.shape[1], q.shape[2])
     return take(out, None if x_order is None else inverse(x_order)).to(q.dtype)
@@ -160,6 +167,21 @@ def _of_blocks(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float) -> 
     total = (near.sum(-1, keepdim=True) + far.sum(-1, keepdim=True)).clamp(min=SOME)
     out = (far.flatten(1, 2) @ blocks.mean_u).view(*x.shape[:3], -1)
     return (out + near @ near_u) / total, largest + total.log2()
+
+
+def _by_fused_kernels(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """The same by FlexAttention: tiles as a batch over their exact keys, all queries over block means."""
+
+    def batch(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(1).to(dtype)  # [N · T, 1, …]
+
+    near_y, near_u, bias = blocks.near(chosen)
+    key_bias = None if bias is None else bias.flatten(0, 1)
+    near = fused.attend(batch(tiles), batch(near_y), batch(near_u), scale=scale, key_bias=key_bias)
+    x, mean_y, mean_u = (z.unsqueeze(1).to(dtype) for z in (tiles.flatten(1, 2), blocks.mean_y, blocks.mean_u))
+    far = fused.attend(x, mean_y, mean_u, scale=scale, tile_bias=blocks.far_bias(chosen).squeeze(2) / LOG2_E)
+    parts = [[z.view(*tiles.shape[:3], -1).to(tiles.dtype) for z in part] for part in (near, far)]
+    return merge((parts[0][0], parts[0][1]), (parts[1][0], parts[1][1]))[0]
 
 
 def _chunks(tiles: Tensor, numbers: int) -> Iterator[tuple[slice, list[slice]]]:

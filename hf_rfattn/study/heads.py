@@ -57,14 +57,14 @@ class HeadsStudy(Study):
                     if name == "favor+":
                         found[f"favor++, M = {M:,}"] = {"mechanism": name, "num_features": M, "variance": "optimal"}
             elif hasattr(config, "bandwidth"):
-                found[f"{name} {config.bandwidth}"] = {"mechanism": name}
+                found[f"{name}, default"] = {"mechanism": name}
             elif name not in (BASELINE, "multipole"):
                 found[name] = {"mechanism": name}
         raw = {"mechanism": "rff", "num_features": self.features[0], "normalize_qk": False}
         found[f"rff of raw q and k, M = {self.features[0]:,}"] = raw
-        found[f"band {self.band}"] = {"mechanism": "band", "bandwidth": self.band}
+        found[f"band {self.band}"] = {"mechanism": "band", "bandwidth": self.band, "global_tokens": 0}
         far = [{"mechanism": "favor+", "num_features": self.features[0]}]
-        joint = {"mechanism": "fmm", "bandwidth": self.band, "normalizer": "joint", "far": far}
+        joint = {"mechanism": "fmm", "bandwidth": self.band, "normalizer": "joint", "far": far, "global_tokens": 0}
         found[f"fmm {self.band}, joint, M = {self.features[0]:,}"] = joint
         found[f"fmm {self.band}, joint, edges exact"] = {**joint, "global_tokens": 1}
         for keys in self.exact_keys:

@@ -1,0 +1,253 @@
+"""Operators on fused GPU kernels: FlexAttention of PyTorch, and gated linear attention of flash-linear-attention.
+
+Positive features are softmax attention twice (`ops.linear`), so FlexAttention serves linear attention and bands alike:
+one kernel forward, two backward, and no feature or score in memory. It is compiled for each combination of dtype, head
+size and kind of mask, not for each length. In half precision it multiplies in that precision and adds up in float32, as
+softmax kernels do.
+
+Causal linear attention is a recurrence of sums on the scale of the largest log-feature m_t so far,
+
+    S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(log φ(y_t) - m_t) v_tᵀ,
+
+that is gated linear attention (`fla.ops.gla`), whose gate is the change of a running maximum.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .masks import segment_starts
+from .softmax import exp_of_difference, merge
+from .tiles import traced
+
+BLOCK = 128  # queries and keys of a block that FlexAttention computes or skips as a whole
+COMPILER = "inductor"
+SIGNATURES = 256  # how often FlexAttention may be compiled; beyond torch's default of 8 it would not be fused
+NO_MASS = -3e4  # log-mass of no keys at all, finite in half precision
+RESET = -100.0  # log of a gate that closes
+
+
+class Landmarks(NamedTuple):
+    """Log-linear features: log φ_r(x) = scale · weight_rᵀx + bias_r + offset(x)."""
+
+    weight: Tensor  # [heads, M, D]
+    bias: Tensor | None  # [heads, 1, M]
+    offset: Tensor | float | None  # [B, H, L, 1]; None: such that Σ_r φ_r(x) = 1
+
+
+def linear_attention(q, k, v, phi_q, phi_k, key_mask: Tensor | None) -> Tensor:
+    """`ops.linear_attention` of features with `landmarks`."""
+    parts = []
+    for x, y in zip(phi_q.landmarks(q), phi_k.landmarks(k), strict=True):
+        mean, mass = _landmarks_read(k, v, y, phi_k.scale, key_mask)
+        parts.append(_read_landmarks(q, x, mean, mass, phi_q.scale))
+    return merge(*parts)[0].to(q.dtype)
+
+
+def _landmarks_read(k, v, features: Landmarks, scale: float, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean value μ `[B, Hkv, M, Dv]` and log-mass λ `[B, Hkv, M, 1]` of each feature."""
+    offset = _offset(k, features, scale)
+    weight = _landmark_tokens(features, k)
+    mean, mass = attend(weight, k, v, scale=scale, key_bias=offset[..., 0], key_mask=key_mask)
+    mass = mass if features.bias is None else mass + features.bias.to(mass).mT
+    return mean, mass.clamp(min=NO_MASS)
+
+
+def _read_landmarks(q, features: Landmarks, mean: Tensor, mass: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of queries to landmarks, and its log-sum-exp."""
+    if len(features.weight) != mean.shape[1]:  # queries have landmarks of their own
+        mean, mass = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (mean, mass))
+    bias = mass if features.bias is None else mass + features.bias.to(mass).mT
+    out, lse = attend(q, _landmark_tokens(features, q), mean, scale=scale, key_bias=bias[..., 0])
+    return out.to(lse.dtype), lse + (_offset(q, features, scale) if features.offset is None else features.offset)
+
+
+def _landmark_tokens(features: Landmarks, x: Tensor) -> Tensor:
+    return features.weight.to(x.dtype).expand(x.shape[0], -1, -1, -1)
+
+
+def _offset(x: Tensor, features: Landmarks, scale: float) -> Tensor:
+    """What completes the logarithms of features, `[B, H, L, 1]`."""
+    if isinstance(features.offset, Tensor):
+        return features.offset
+    weight, dtype = _landmark_tokens(features, x), torch.promote_types(x.dtype, torch.float32)
+    bias = None if features.bias is None else features.bias[:, 0].to(dtype).expand(len(x), -1, -1)
+    return -attend(x, weight, weight, scale=scale, key_bias=bias)[1]
+
+
+def banded_attention(
+    q, k, v, bandwidth: int, scale: float, key_mask: Tensor | None, causal: bool, segments: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`ops.banded_attention`: each query sees a range of keys."""
+    at = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device, dtype=torch.int32)[None]
+    low, high = at - bandwidth, at if causal else at + bandwidth
+    if segments is not None:
+        first, last = _ends(segments)
+        low, high = torch.maximum(low, first), torch.minimum(high, last)
+    return attend(q, k, v, scale=scale, key_mask=key_mask, ranges=(low, high))
+
+
+def _ends(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last position of the segment of each token, `[B, L]`."""
+    at = torch.arange(segments.shape[1], device=segments.device, dtype=torch.int32).expand_as(segments)
+    first = at.masked_fill(~segment_starts(segments), 0).cummax(1).values
+    backwards = segment_starts(segments.flip(1))
+    last = len(segments[0]) - 1 - at.masked_fill(~backwards, 0).cummax(1).values.flip(1)
+    return first, last
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    key_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    ranges: tuple[Tensor, Tensor] | None = None,
+    tile_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention `[B, H, Lq, Dv]` and its log-sum-exp `[B, H, Lq, 1]` by FlexAttention.
+
+    Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `key_bias` `[B, Hkv, Lk]` is added to scores and may
+    need gradients; `key_mask` `[B, Lk]`: True for keys that exist; `ranges`: the first and the last key that each query
+    sees, `[B or 1, Lq]`; `tile_bias` `[B, T, Lk]` instead of the other biases: of keys for T tiles of queries. A query
+    that sees no key has out = 0 and lse = -inf.
+    """
+    B, H, L = q.shape[:3]
+    groups = H // k.shape[1]
+    bias = None
+    if key_bias is not None and key_bias.requires_grad and torch.is_grad_enabled():
+        q, k = _with_bias_columns(q, k, key_bias / scale)
+    elif key_bias is not None:
+        bias = key_bias.unsqueeze(2).expand(-1, -1, groups, -1).flatten(1, 2)
+    if key_mask is not None:
+        hidden = torch.zeros_like(key_mask, dtype=torch.float32).masked_fill(~key_mask, -torch.inf)[:, None]
+        bias = hidden.expand(-1, H, -1) if bias is None else bias + hidden
+    score_mod = block_mask = None
+    if bias is not None:
+
+        def score_mod(score, b, h, i, j):
+            return score + bias[b, h, j]
+
+    elif tile_bias is not None:
+        size = L // tile_bias.shape[1]
+
+        def score_mod(score, b, h, i, j):
+            return score + tile_bias[b, i // size, j]
+
+    if ranges is not None:
+        low, high = (x.expand(B, L) for x in ranges)
+
+        def in_range(b, h, i, j):
+            return (low[b, i] <= j) & (j <= high[b, i])
+
+        block_mask = _block_mask(*ranges, k.shape[2], in_range)
+    out, lse = _flex(q, k, v, score_mod, block_mask, scale, groups > 1)
+    return out, lse.unsqueeze(-1)
+
+
+def _with_bias_columns(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose products contain the bias of keys: its gradient is then one of matrix products.
+
+    Two columns, so that half precision holds it as exactly as its products are added up.
+    """
+    high = bias.to(k.dtype)
+    columns = torch.stack([high, (bias - high).to(k.dtype)], dim=-1)
+    return F.pad(q, (0, 2), value=1.0), torch.cat([k, columns], dim=-1)
+
+
+def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Callable[..., Tensor]) -> Any:
+    """The blocks in which some query sees some key, from the ranges of keys that queries see."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length = low.shape[1]
+    fill = -length % BLOCK
+    first = F.pad(low, (0, fill), value=keys).unflatten(1, (-1, BLOCK)).amin(2)
+    last = F.pad(high, (0, fill), value=-1).unflatten(1, (-1, BLOCK)).amax(2)
+    start = torch.arange(0, keys, BLOCK, device=low.device)
+    seen = (first.unsqueeze(-1) < start + BLOCK) & (last.unsqueeze(-1) >= start)  # [B or 1, query blocks, key blocks]
+    order = seen.int().argsort(dim=-1, descending=True, stable=True).int()
+    count = seen.sum(-1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(
+        count[:, None], order[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, keys)
+    )
+
+
+def _flex(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """FlexAttention, compiled when it is first called, or as a part of a model that is being compiled."""
+    global _compiled
+    if traced():
+        return _flex_attention(*arguments)
+    if _compiled is None:
+        options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": SIGNATURES}
+        _compiled = torch.compile(_flex_attention, backend=COMPILER, **options)
+    return _compiled(*arguments)
+
+
+_compiled: Any = None
+
+
+def _flex_attention(q, k, v, score_mod, block_mask, scale: float, grouped: bool) -> tuple[Tensor, Any]:
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    out, aux = flex_attention(
+        q, k, v, score_mod, block_mask, scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
+def causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[Tensor, ...]:
+    """`ops.causal_linear_attention` of positive features, its sums as log-scale, outer and total."""
+    log_scale, outer, total = sums
+    dtype, groups = outer.dtype, q.shape[1] // k.shape[1]
+    log = phi_k(k.to(dtype)).log  # [B, Hkv, L, M]
+    if key_mask is not None:
+        log = log.masked_fill(~key_mask[:, None, :, None], -torch.inf)
+    starts = None
+    if segments is not None:
+        starts = segment_starts(segments[1])
+        starts[:, 0] = False  # the sums belong to the first segment
+    largest = _running_maximum(torch.cat([log_scale.detach(), log.detach()], dim=2), starts)
+    before, largest = largest[:, :, :-1], largest[:, :, 1:]
+    gate = (before - largest).masked_fill(before == -torch.inf, 0.0)  # nothing was there
+    if starts is not None:
+        gate = gate.masked_fill(starts[:, None, :, None], RESET)
+    keys = exp_of_difference(log, largest)
+    read = phi_q(q.to(dtype)).log + largest.repeat_interleave(groups, 1)
+    if segments is not None:
+        read = read.masked_fill((segments[0] != segments[1])[:, None, :, None], -torch.inf)
+    scale = read.detach().amax(-1, keepdim=True)
+    values = F.pad(v.to(dtype), (0, 1), value=1.0)  # the last column sums up the weights
+    state = torch.cat([outer, total], dim=-1)
+    repeated = (x.repeat_interleave(groups, 1) for x in (keys, values, gate, state))
+    found, state = _gated_linear_attention(exp_of_difference(read, scale), *repeated)
+    d = found[..., -1:]
+    none = d == 0
+    out = found[..., :-1] / d.masked_fill(none, 1.0)
+    log_d = scale + d.masked_fill(none, 1.0).log()
+    after = state[:, ::groups]
+    return out.to(q.dtype), log_d, largest[:, :, -1:].clone(), after[..., :-1], after[..., -1:]
+
+
+def _running_maximum(log: Tensor, starts: Tensor | None) -> Tensor:
+    """Along dimension 2 of `[B, H, 1 + L, M]`; it begins anew where a segment starts, `[B, L]`."""
+    if starts is None:
+        return log.cummax(2).values
+    bits = log.float().view(torch.int32)
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the numbers
+    number = F.pad(starts.long().cumsum(1), (1, 0))[:, None, :, None] << 32
+    bits = ((bits + number).cummax(2).values - number).int()
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32).to(log.dtype)
+
+
+def _gated_linear_attention(q, k, v, gate, state) -> tuple[Tensor, Tensor]:
+    """o_t = q_tᵀ S_t with S_t = exp(gate_t) S_{t-1} + k_t v_tᵀ: o `[B, H, L, Dv]` and the last S `[B, H, M, Dv]`."""
+    from fla.ops.gla import chunk_gla
+
+    q, k, v, gate = (x.transpose(1, 2).contiguous() for x in (q, k, v, gate))
+    out, state = chunk_gla(q, k, v, gate, scale=1.0, initial_state=state, output_final_state=True)
+    return out.transpose(1, 2), state

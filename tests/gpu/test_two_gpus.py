@@ -1,0 +1,88 @@
+"""Two processes on two GPUs give what one gives: the tests of `test_recipes_distributed.py` and `test_conversion.py`,
+which run on gloo, on NCCL.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import tiny_bert
+from support.recipes import ROOT, environment, make_bert
+from support.zygote import free_port
+from torch import distributed
+
+from hf_rfattn import convert
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+CONFIGS = ROOT / "recipes" / "accelerate"
+OPTIONS = [
+    "--data", "sample", "--max-train-samples", 100, "--max-eval-samples", 37, "--eval-batch-size", 8, "--max-steps", 8,
+    "--batch-size", 16, "--learning-rate", 1e-3, "--evaluate-every", 4, "--warmup", 0,
+]  # fmt: skip
+
+
+def launch(config, processes, model, attention, output):
+    output.mkdir()
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIGS / config,
+        "--num_processes", processes, "--mixed_precision", "no", "--main_process_port", free_port(),
+        ROOT / "tests" / "support" / "recipe_ranks.py", ROOT / "recipes" / "finetune_snli.py",
+        "--model", model, *OPTIONS, "--attention", attention, "--output", output / "run",
+    ]  # fmt: skip
+    variables = {**environment(), "RECORD": str(output)}
+    done = subprocess.run(list(map(str, command)), env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output
+
+
+def close(first, second):
+    assert first.keys() == second.keys() and first
+    for name in first:
+        torch.testing.assert_close(first[name].cpu(), second[name].cpu(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", ["gpu_2.yaml", "fsdp2.yaml"])
+@pytest.mark.parametrize("attention", ["favor+", "hedgehog", "fmm"])
+def test_training(tmp_path, config, attention):
+    model = make_bert(tmp_path / "model")
+    one = launch("gpu_1.yaml", 1, model, attention, tmp_path / "one")
+    two = launch(config, 2, model, attention, tmp_path / "two")
+    close(torch.load(two / "gradients.pt"), torch.load(one / "gradients.pt"))
+    close(*(load_file(folder / "run" / "model" / "model.safetensors") for folder in (two, one)))
+    assert json.loads((two / "run" / "result.json").read_text())["processes"] == 2
+    close(torch.load(two / "rank-1.pt"), torch.load(two / "rank-0.pt"))
+
+
+def batches_of(count):
+    made = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(5, 50, (4, 24), generator=made)} for _ in range(count)]
+
+
+def learnt(model):
+    return {name: value.detach().cpu() for name, value in model.named_parameters() if ".rf." in name}
+
+
+def convert_a_share(rank, folder, model, batches):
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = model.cuda()
+    shares = [{name: value[rank::2].cuda() for name, value in batch.items()} for batch in batches]
+    convert(model, "hedgehog", shares, steps=5, progress=False)
+    torch.save(learnt(model), f"{folder}/{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_attention_transfer(tmp_path):
+    model, batches = tiny_bert(), batches_of(4)
+    alone = copy.deepcopy(model).cuda()
+    convert(alone, "hedgehog", [{n: x.cuda() for n, x in batch.items()} for batch in batches], steps=5, progress=False)
+    torch.multiprocessing.spawn(convert_a_share, (str(tmp_path), model, batches), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first and all(torch.equal(first[name], second[name]) for name in first)
+    for name, value in learnt(alone).items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-2)

@@ -1,0 +1,346 @@
+"""Fused kernels without a GPU: FlexAttention unfused and gated linear attention as a plain recurrence, on a CPU that
+passes for a GPU. Mathematics, masks, gradients, dispatch and the check at first use are tested; kernels are not.
+"""
+
+import importlib.util
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from support.attention import assert_same_with_gradients, build, definition, draw_qkv
+from support.variants import every_variant, over
+from torch.nn.attention import flex_attention
+
+import hf_rfattn
+from hf_rfattn.cli import app
+from hf_rfattn.cli.doctor import calls
+from hf_rfattn.ops import backend, fused
+
+
+def recurrence(q, k, v, gate, state):
+    """Gated linear attention by its definition."""
+    outs = []
+    for t in range(q.shape[2]):
+        state = gate[:, :, t].exp().unsqueeze(-1) * state + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
+        outs.append((q[:, :, t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(outs, dim=2), state
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The CPU in place of a GPU, and kernels that run on it; the switch is at auto, and nothing was checked yet."""
+    monkeypatch.setattr(backend, "DEVICES", ("cpu",))
+    monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
+    monkeypatch.setattr(backend, "TOLERANCE", {**backend.TOLERANCE, torch.float64: 1e-6})
+    monkeypatch.setattr(backend, "missing", lambda operator: None)
+    monkeypatch.setattr(backend, "checks", {})
+    monkeypatch.setattr(backend, "decisions", {})
+    monkeypatch.setattr(fused, "COMPILER", "eager")
+    monkeypatch.setattr(fused, "_gated_linear_attention", recurrence)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # no gradients on CPUs, it says
+    monkeypatch.setattr(fused, "_compiled", None)
+    yield backend
+    backend.set_backend("auto")
+
+
+@every_variant
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_equals_its_definition(gpu, variant, causal):
+    gpu.set_backend("fused")
+    mechanism = build(variant, heads=2, kv_heads=1)
+    for length in (1, 7, 150):
+        q, k, v = draw_qkv(length, heads=2, kv_heads=1)
+        key_mask = torch.rand(2, length) > 0.4
+        segments = (torch.rand(2, length) > 0.97).long().cumsum(1)
+        for masks in ({}, {"key_mask": key_mask, "scale": 0.7}, {"key_mask": key_mask, "segments": segments}):
+            assert_same_with_gradients(mechanism, q, k, v, 1e-6, causal=causal, **masks)
+
+
+@over(
+    [("favor+", {}), ("favor+", {"trainable": True}), ("hedgehog", {}), ("fmm", {}), ("fmm", {"normalizer": "joint"})]
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_row_with_nothing_visible_gives_zeros(gpu, variant, causal):
+    gpu.set_backend("fused")
+    mechanism = build(variant, dtype=torch.float32)
+    q, k, v = (x.requires_grad_() for x in draw_qkv(70, dtype=torch.float32))
+    key_mask = torch.ones(2, 70, dtype=torch.bool)
+    key_mask[1] = False
+    out = mechanism(q, k, v, key_mask=key_mask, causal=causal)
+    assert torch.equal(out[1], torch.zeros_like(out[1])) and out[0].abs().sum() > 0
+    for grad in torch.autograd.grad(out.square().sum(), (q, k, v), materialize_grads=True):
+        assert torch.isfinite(grad).all() and torch.equal(grad[1], torch.zeros_like(grad[1]))
+
+
+@over([("favor+", {}), ("favor+", {"trainable": True}), ("hedgehog", {}), ("band", {}), ("fmm", {})])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(gpu, variant, dtype):
+    gpu.set_backend("fused")
+    mechanism = build(variant, dtype=torch.float32)
+    q, k, v = draw_qkv(100, dtype=torch.float32)
+    expected = definition(mechanism, q, k, v)
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    out = mechanism(*leaves)
+    assert out.dtype == dtype and (out - expected).norm() < 0.02 * expected.norm()
+    for grad in torch.autograd.grad(out.float().square().sum(), leaves):
+        assert grad.dtype == dtype and torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize(("past", "later"), [(20.0, 0.05), (0.05, 20.0)])
+def test_offsets_of_causal_features(gpu, past, later):
+    """Later keys with much larger or smaller features neither swallow earlier ones nor are swallowed."""
+    mechanism = build(("favor+", {}), dtype=torch.float32)
+    q, k, v = draw_qkv(150, dtype=torch.float32)
+    size = torch.where(torch.arange(150) < 70, past, later)[:, None]
+    found = {}
+    for name in ("torch", "fused"):
+        gpu.set_backend(name)
+        found[name] = mechanism(q * size, k * size, v, causal=True)
+    torch.testing.assert_close(found["fused"], found["torch"], rtol=1e-3, atol=1e-4)
+
+
+@over([("favor+", {}), ("hedgehog", {}), ("fmm", {"normalizer": "joint"})])
+def test_generation_goes_on_from_a_fused_prompt(gpu, variant):
+    gpu.set_backend("fused")
+    mechanism = build(variant, kv_heads=2, dtype=torch.float32)
+    q, k, v = draw_qkv(90, kv_heads=2, dtype=torch.float32)
+    state = mechanism.new_state(2, 8, torch.float32, "cpu")
+    with torch.no_grad():
+        parts = [mechanism(*(x[:, :, at] for x in (q, k, v)), state=state) for at in (slice(0, 60), slice(60, 89))]
+        parts.append(mechanism(*(x[:, :, 89:] for x in (q, k, v)), state=state))
+    assert gpu.decisions["causal"] is None
+    torch.testing.assert_close(torch.cat(parts, dim=2), definition(mechanism, q, k, v, causal=True))
+
+
+@over([("favor+", {}), ("band", {})])
+def test_compiled_once_for_all_lengths(gpu, variant, monkeypatch):
+    count = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    monkeypatch.setattr(fused, "COMPILER", count)
+    gpu.set_backend("fused")
+    torch._dynamo.reset()
+    mechanism = build(variant, kv_heads=2, dtype=torch.float32)
+
+    def run(length):
+        q, k, v = (x.requires_grad_() for x in draw_qkv(length, kv_heads=2, dtype=torch.float32))
+        mechanism(q, k, v, key_mask=torch.rand(2, length) > 0.3).sum().backward()
+
+    for length in (150, 300):
+        run(length)
+    before = count.frame_count
+    for length in (200, 417, 640, 131):
+        run(length)
+    assert count.frame_count == before > 0
+
+
+@over([("favor+", {}), ("hedgehog", {}), ("band", {}), ("fmm", {})])
+def test_inside_a_compiled_model(gpu, variant):
+    gpu.set_backend("fused")
+    mechanism = build(variant, dtype=torch.float32)
+    q, k, v = draw_qkv(50, dtype=torch.float32)
+    compiled = torch.compile(mechanism, backend="aot_eager", fullgraph=True)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = compiled(*leaves)
+    torch.testing.assert_close(out, definition(mechanism, q, k, v), rtol=1e-4, atol=1e-4)
+    for a, b in zip(
+        torch.autograd.grad(out.square().sum(), leaves),
+        torch.autograd.grad(mechanism(*leaves).square().sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_gates_are_those_of_flash_linear_attention():
+    """Its own reference; the module beside it needs triton, so the file is loaded by itself."""
+    package = importlib.util.find_spec("fla")
+    if package is None:
+        pytest.skip("needs the sources of flash-linear-attention: pip install fla-core")
+    path = Path(package.submodule_search_locations[0], "ops", "gla", "naive.py")
+    spec = importlib.util.spec_from_file_location("fla_gla_naive", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    q, k, v = (torch.randn(2, 3, 20, 6, requires_grad=True) for _ in range(3))
+    gate = torch.nn.functional.logsigmoid(torch.randn(2, 3, 20, 6))
+    state = torch.randn(2, 3, 6, 6)
+    theirs, after = module.naive_recurrent_gla(
+        *(x.transpose(1, 2) for x in (math.sqrt(6) * q, k, v, gate)), initial_state=state, output_final_state=True
+    )  # which divides queries by the square root of their size
+    ours, ours_after = recurrence(q, k, v, gate, state)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2))
+    torch.testing.assert_close(ours_after, after)
+    for a, b in zip(
+        torch.autograd.grad(theirs.square().sum(), (q, k, v)),
+        torch.autograd.grad(ours.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_layout_of_the_kernel_call(monkeypatch):
+    """`chunk_gla` takes [B, L, H, D], a scale of one, and a state."""
+    seen = {}
+
+    def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False):
+        seen.update(scale=scale, shapes=[tuple(x.shape) for x in (q, k, v, g, initial_state)])
+        out, state = recurrence(*(x.transpose(1, 2) for x in (q, k, v, g)), initial_state)
+        return out.transpose(1, 2), state if output_final_state else None
+
+    module = type(torch)("fla.ops.gla")
+    module.chunk_gla = chunk_gla
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, type(torch)(name))
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", module)
+    inputs = [torch.rand(2, 3, 5, size) for size in (6, 6, 7, 6)] + [torch.rand(2, 3, 6, 7)]
+    for a, b in zip(fused._gated_linear_attention(*inputs), recurrence(*inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    assert seen == {"scale": 1.0, "shapes": [(2, 5, 3, 6), (2, 5, 3, 6), (2, 5, 3, 7), (2, 5, 3, 6), (2, 3, 6, 7)]}
+
+
+# Dispatch.
+
+
+def some_call(variant=("favor+", {}), **masks):
+    mechanism = build(variant, dtype=torch.float32)
+    inputs = draw_qkv(40, dtype=torch.float32)
+    return mechanism(*inputs, **masks), definition(mechanism, *inputs, **masks)
+
+
+def test_nothing_is_fused_on_a_cpu():
+    backend.decisions.clear()
+    some_call()
+    assert backend.decisions == {} == backend.checks
+
+
+def test_torch_is_never_fused(gpu):
+    gpu.set_backend("torch")
+    some_call()
+    assert gpu.decisions == {} == gpu.checks
+
+
+def test_auto_checks_an_operator_once(gpu, monkeypatch):
+    calls = []
+    run = gpu._compare
+    monkeypatch.setattr(gpu, "_compare", lambda operator, *rest: (calls.append(operator), run(operator, *rest))[1])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The fused kernel")
+        for _ in range(2):
+            some_call()
+            some_call(("fmm", {}), causal=True)
+    assert calls == ["linear", "band", "causal"]
+    assert gpu.decisions == dict.fromkeys(calls)
+    assert set(gpu.checks.values()) == {None}
+
+
+def wrong_forward(q, k, v, score_mod, block_mask, scale, grouped):
+    out, lse = FLEX(q, k, v, score_mod, block_mask, scale, grouped)
+    return out * 1.1, lse
+
+
+def wrong_backward(q, k, v, score_mod, block_mask, scale, grouped):
+    out, lse = FLEX(q, k, v, score_mod, block_mask, scale, grouped)
+    return out + (v - v.detach()).mean(), lse
+
+
+def raises(*arguments):
+    raise RuntimeError("out of resource: shared memory")
+
+
+FLEX = fused._flex
+
+
+@pytest.mark.parametrize("kernel", [wrong_forward, wrong_backward, raises])
+def test_a_broken_kernel_is_not_used(gpu, monkeypatch, kernel):
+    monkeypatch.setattr(fused, "_flex", kernel)
+    with pytest.warns(UserWarning, match=r"'linear' failed its check on cpu .*hf-rfattn doctor"):
+        out, expected = some_call()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    message = "shared memory" if kernel is raises else "differs from the torch path"
+    assert message in gpu.decisions["linear"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The fused kernel")  # it warns once
+        some_call()
+    gpu.set_backend("fused")
+    if kernel is raises:
+        with pytest.raises(RuntimeError, match="shared memory"):
+            some_call()
+
+
+def test_a_broken_recurrence_is_not_used(gpu, monkeypatch):
+    def broken(q, k, v, gate, state):
+        return recurrence(q, k, v, torch.zeros_like(gate), state)
+
+    monkeypatch.setattr(fused, "_gated_linear_attention", broken)
+    with pytest.warns(UserWarning, match="'causal' failed its check"):
+        out, expected = some_call(causal=True)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_inference_mode(gpu):
+    with torch.inference_mode():
+        out, expected = some_call(("favor+", {"trainable": True}))
+    assert gpu.decisions == {"linear": None}
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("variant", "masks", "reason"),
+    [
+        (("linear", {}), {}, {"linear": "features are not log-linear"}),
+        (("rff", {}), {"causal": True}, {"causal": "features are signed"}),
+    ],
+)
+def test_unsupported_calls_say_why(gpu, variant, masks, reason):
+    some_call(variant, **masks)
+    assert gpu.decisions == reason
+
+
+def test_reasons(gpu, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "DEVICES", ("cpu",))
+    some_call()
+    assert backend.decisions["linear"] == "heads are smaller than 16"
+    monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    some_call()
+    assert "triton is not installed" in backend.decisions["linear"]
+    monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "fla" else name)
+    some_call(causal=True)
+    assert "pip install 'hf-rfattn[gpu]'" in backend.decisions["causal"]
+    build(("favor+", {}))(*draw_qkv(20))
+    assert backend.decisions["linear"] == "torch.float64 is not supported"
+
+
+def test_unknown_backends():
+    with pytest.raises(ValueError, match="Unknown backend 'cuda'; choose one of auto, torch, fused"):
+        hf_rfattn.set_backend("cuda")
+    assert backend.get_backend() == "auto"
+
+
+# hf-rfattn doctor.
+
+
+def test_doctor_without_a_gpu(capsys):
+    app(["doctor"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert f"torch         {torch.__version__}" in said and "backend       auto" in said
+    if not torch.cuda.is_available():
+        assert "No GPU is visible to torch" in said
+    app(["doctor", "--json"], standalone_mode=False)
+    assert set(json.loads(capsys.readouterr().out)["operators"]) == {"linear", "causal", "band", "multipole"}
+
+
+def test_doctor_says_what_a_device_runs_on(gpu, monkeypatch):
+    monkeypatch.setattr("hf_rfattn.mechanisms.mechanism_names", lambda: ["favor+", "linear"])
+    gpu.set_backend("auto")
+    found = {(c["attention"], c["form"], c["dtype"]): c["kernels"] for c in calls(torch.device("cpu"))}
+    assert len(found) == 8
+    assert found["favor+", "bidirectional", "bfloat16"] == "linear: fused"
+    assert found["favor+", "causal", "float32"] == "causal: fused"
+    assert found["linear", "bidirectional", "float32"] == "linear: features are not log-linear"
+    monkeypatch.setattr(gpu, "checks", {})
+    monkeypatch.setattr(fused, "_flex", raises)
+    broken = next(c for c in calls(torch.device("cpu")) if c["form"] == "bidirectional")
+    assert "out of resource" in broken["kernels"]
