@@ -194,8 +194,9 @@ def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer with the fewest features, and whole models."""
-    found = {kind: [d for d in documents.values() if d["kind"] == kind] for kind in BENCHMARKS}
+    """One layer with the fewest features, and whole models: of the result files that are in no subfolder."""
+    own = [document for name, document in documents.items() if "/" not in name]
+    found = {kind: [document for document in own if document["kind"] == kind] for kind in BENCHMARKS}
     for document in found["bench ops"][:1]:
         lengths = [length for length in document["lengths"] if length in SHOWN_LENGTHS] or document["lengths"]
         features = min((each["features"] for each in document["crossovers"] if each["features"]), default=None)
