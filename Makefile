@@ -1,6 +1,6 @@
 # make test     the suite, in .venv (made on first use)
 # make test-gpu the tests that need a GPU (two for some of them), and those of the fused kernels; with a build of torch for it
-# make demo     a real pretrained BERT fine-tuned with each mechanism on a small task: table, plots, models and cards in demo_out
+# make demo     a pretrained embedding model on long documents with each kind of attention: table, plot, models and cards in demo_out
 # make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
 #               (or stories) for other files of recipes/compare than accuracy.yaml
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json

@@ -23,6 +23,7 @@ from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
 from hf_rfattn.bench import compile_time, decode, model, ops
+from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.results import (
     SOFTMAX,
     Block,
@@ -77,6 +78,18 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
         yield Heading(summary["title"], 3)
         yield Paragraph(f"From [{folder}]({results}{folder}).")
         yield from report(summary, level=4, folder=f"{folder}/")
+
+
+def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
+    """Costs on GPUs, counted from shapes."""
+    sources = "; ".join(f"{device.name}: {device.source}" for device in predicted.DEVICES)
+    yield Paragraph(
+        "**Predicted, not measured**: no GPU was available. Counted from shapes by "
+        "`hf_rfattn/bench/gpu_prediction.py`, which states what is counted: a "
+        f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at the peak rates of the "
+        f"vendor ({sources})."
+    )
+    yield predicted.table()
 
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
@@ -183,8 +196,9 @@ def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer with the fewest features, and whole models."""
-    found = {kind: [d for d in documents.values() if d["kind"] == kind] for kind in BENCHMARKS}
+    """One layer with the fewest features, and whole models: of the result files that are in no subfolder."""
+    own = [document for name, document in documents.items() if "/" not in name]
+    found = {kind: [document for document in own if document["kind"] == kind] for kind in BENCHMARKS}
     for document in found["bench ops"][:1]:
         lengths = [length for length in document["lengths"] if length in SHOWN_LENGTHS] or document["lengths"]
         features = min((each["features"] for each in document["crossovers"] if each["features"]), default=None)
@@ -243,6 +257,7 @@ PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, an
             "evaluations": evaluations,
             "contexts": contexts,
             "speed": benchmarks,
+            "gpu": gpu_prediction,
             "studies": studies,
         },
     ),

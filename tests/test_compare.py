@@ -15,6 +15,7 @@ from compare import main as compare
 from comparison import launch, plan
 from support.documents import make_checkpoint, task
 from support.recipes import make_gpt2, run_apart
+from training.retrieval import read_beir
 
 from hf_rfattn.results import checkpoint_fingerprint
 
@@ -310,21 +311,27 @@ def test_only_the_report(stand_in, tmp_path, capsys):
     assert stop.value.code == 2 and "holds no results of a comparison" in capsys.readouterr().err
 
 
-def test_the_demo_ends_with_a_table_a_checkpoint_its_card_and_what_comes_next(stand_in, bert, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "LENGTHS", [16, 32])
-    file = demo.FOLDER / "compare" / "demo.yaml"
-
+def test_the_demo_ends_with_a_table_a_report_and_what_comes_next(stand_in, bert, capsys):
     def begin(config, assignments, output):
         demo.main(output=output, model=bert)
 
-    assert stand_in(file=file, begin=begin) == 0
+    assert stand_in(file=demo.FOLDER / "compare" / "demo.yaml", begin=begin) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for row in ("softmax", "favor+", "rff", "fmm", "hedgehog", "average"):
+    for row in ("softmax", "multipole", "fmm", "hedgehog", "average"):
         assert f"│ {row}" in said
-    assert (stand_in.output / "runs/acceptability_favor+_seed_0/model/README.md").exists()
-    assert "hf-rfattn inspect" in said and "break-even length): favor+" in said
-    for name in ("report.html", "report.md", "pareto.png", "ops.json", "ops.png"):
+    assert "evaluate_embeddings.py" in said and "docs/s" in said
+    for name in ("report.html", "report.md", "pareto.png"):
         assert (stand_in.output / name).exists()
+
+
+def test_the_documents_of_the_demo():
+    """Sentences of queries were removed from their documents, and every query has one document."""
+    data = read_beir(demo.FOLDER / "addresses", "test")
+    assert len(data.documents) == 100 and len(data.queries) == 200
+    for query, relevant in data.relevant.items():
+        (document,) = relevant
+        assert data.queries[query] not in data.documents[document]
+    assert all(1200 < len(text.split()) < 1700 for text in data.documents.values())
 
 
 @pytest.mark.slow

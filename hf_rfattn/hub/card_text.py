@@ -38,6 +38,7 @@ PAPERS = {
     "hedgehog": ["zhang2024hedgehog"],
     "fmm": ["nguyen2021fmmformer"],
     "band": ["nguyen2021fmmformer"],  # its near field
+    "multipole": ["greengard1987fast"],
 }
 FAVOR_PLUS_PLUS = "likhosherstov2022chefs"
 
@@ -47,10 +48,11 @@ def card_text(card: "Card") -> Iterator[Block]:
     spec, name = card.folder.spec, card.base_model
     base = f"[{name}](https://huggingface.co/{name})" if card.base_on_hub else f"`{name}`" if name else "A model"
     tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
+    done = "fine-tuned" if any("steps" in own.budget for own in card.own) else "evaluated"
     yield Heading(card.address.rpartition("/")[2], 1)
     yield Paragraph(
-        f"{base} whose softmax attention was replaced by linear-time attention ({', '.join(card.mechanisms)}) with "
-        f"`hf_rfattn`{f', fine-tuned on {tasks}' if tasks else ''}."
+        f"{base} with its softmax attention replaced by {' and '.join(card.mechanisms)} attention, using `hf_rfattn`"
+        f"{f', {done} on {tasks}' if tasks else ''}."
         + ("" if card.license else " The licence of the base model is not recorded here; look it up before use.")
     )
     yield Heading("Attention")
@@ -93,6 +95,9 @@ def _layer_rows(card: "Card") -> Iterator[list[str]]:
 
 
 def _loading(card: "Card") -> str:
+    if (card.folder.path / "modules.json").exists():
+        lines = ["from sentence_transformers import SentenceTransformer", "", f'SentenceTransformer("{card.address}")']
+        return "\n".join(["`pip install hf-rfattn`, then:", "", "```python", "import hf_rfattn", *lines, "```"])
     classes = [card.loader]
     code = [f'model = {card.loader}.from_pretrained("{card.address}")']
     if (card.folder.path / "tokenizer_config.json").exists():

@@ -112,7 +112,7 @@ class Card:
             library_name="transformers",
             license=self.license,
             pipeline_tag=PIPELINES.get(self.loader),
-            tags=["hf_rfattn", "linear-attention", *self.mechanisms],
+            tags=["hf_rfattn", "efficient-attention", *self.mechanisms],
             datasets=list(dict.fromkeys(datasets)) or None,
             metrics=list(dict.fromkeys(name for own in self.own for name in own.metrics)) or None,
         )

@@ -6,8 +6,9 @@ the largest likely score x_iᵀȳ_b + 3 ‖x_i‖ r_b / √D, where r_b is the r
 fast multipole method, with distance in content. Greengard and Rokhlin (1987), "A fast algorithm for particle
 simulations".
 
-Causal attention keeps all keys and values, as softmax does, and a sum of each for every block. Generating a token reads
-the sums and the exact keys only. Several tokens at once (prefill) score all keys and take as long as softmax or longer.
+Causal attention keeps all keys and values, as softmax does, and their sums over each block. Generating a token reads
+the sums and the exact keys only. Several tokens at once (prefill) score all keys, which takes longer than softmax at
+every length measured, up to 16,384 tokens.
 """
 
 from dataclasses import dataclass

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from .autograd import recompute
 from .linear import State, compute_dtype
-from .multipole_choice import CausalSizes, choose_for_each, radius_of
+from .multipole_choice import CausalSizes, choose_for_each
 from .softmax import SOME, attend, exp_of_difference, merge, softmax_of_scores
 from .tiles import block_size, traced
 
+TOGETHER = 64  # queries that read the same keys at once, where memory allows
 GATHER = 4  # up to so many queries, the keys of chosen blocks are gathered; for more, all keys are scored and masked
 
 
@@ -31,7 +32,6 @@ class Context(State):
     values: Tensor  # [B, Hkv, S, Dv]
     sum_keys: Tensor  # [B, Hkv, S / block, D]
     sum_values: Tensor  # [B, Hkv, S / block, Dv]
-    squares: Tensor  # [B, Hkv, S / block, 1], sum of squared norms of the keys
     radius: Tensor  # [B, Hkv, S / block, 1], see `radius_of`
     count: Tensor  # [B, 1]
 
@@ -40,12 +40,11 @@ class Context(State):
         """Room for `length` tokens, `like` a tensor in dtype and device."""
         number = -(-length // block) + 1
         keys, values = (like.new_zeros(batch, heads, number * block, size) for size in (head_dim, value_dim))
-        sum_keys, sum_values, squares, radius = (
-            like.new_zeros(batch, heads, number, size, dtype=compute_dtype(like))
-            for size in (head_dim, value_dim, 1, 1)
+        sum_keys, sum_values, radius = (
+            like.new_zeros(batch, heads, number, size, dtype=compute_dtype(like)) for size in (head_dim, value_dim, 1)
         )
         count = torch.zeros(batch, 1, dtype=torch.long, device=like.device)
-        return Context(keys, values, sum_keys, sum_values, squares, radius, count)
+        return Context(keys, values, sum_keys, sum_values, radius, count)
 
     @property
     def block(self) -> int:
@@ -94,17 +93,16 @@ class Context(State):
             return into.scatter(2, at, new) if torch.is_grad_enabled() else into.scatter_(2, at, new)
 
         keys, values = put(context.keys, k, slot), put(context.values, v, slot)
-        fields = context.sum_keys, context.sum_values, context.squares, context.radius
-        if L == 1:
+        fields = context.sum_keys, context.sum_values, context.radius
+        if L == 1:  # one block changes
             at = slot // block
-            y, u = (x.to(context.squares.dtype) for x in (k, v))
-            sums = [
-                x.gather(2, at.expand(B, K, 1, x.shape[3])) + new
-                for x, new in zip(fields, (y, u, _squared(y)), strict=False)
-            ]
-            size = (slot % block + 1).to(y.dtype)
-            radius = radius_of(sums[2].squeeze(3) / size.squeeze(3), sums[0].detach() / size).unsqueeze(3)
-            summaries = [put(x, new, at) for x, new in zip(fields, (*sums, radius), strict=True)]
+            block_keys, block_values = (
+                x.unflatten(2, (-1, block)).gather(2, at.unsqueeze(-1).expand(B, K, 1, block, x.shape[3])).flatten(2, 3)
+                for x in (keys, values)
+            )
+            exists = torch.arange(block, device=k.device)[:, None] <= slot % block
+            new_summaries = _summaries(block_keys, block_values, exists, block)
+            summaries = [put(x, new, at) for x, new in zip(fields, new_summaries, strict=True)]
         else:
             at = torch.arange(number * block, device=k.device)
             exists = ((at <= rank[:, -1:]) & (at < (number - 1) * block))[:, None, :, None]
@@ -114,21 +112,19 @@ class Context(State):
         count = rank[:, -1:] + 1
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
-        sum_keys, sum_values, squares, radius = summaries
-        return Context(keys, values, sum_keys, sum_values, squares, radius, count), rank
-
-
-def _squared(y: Tensor) -> Tensor:
-    return y.detach().square().sum(-1, keepdim=True)
+        sum_keys, sum_values, radius = summaries
+        return Context(keys, values, sum_keys, sum_values, radius, count), rank
 
 
 def _summaries(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
-    """Sums of keys, of values and of squared norms, and radius of each block; `exists` `[B, 1, S, 1]`."""
-    y, u = (x.to(compute_dtype(x)).masked_fill(~exists, 0).unflatten(2, (-1, block)) for x in (keys, values))
-    size = exists.unflatten(2, (-1, block)).sum(3).clamp(min=1)
-    sum_keys, squares = y.sum(3), _squared(y).sum(3)
-    radius = radius_of((squares / size).squeeze(3), sum_keys.detach() / size).unsqueeze(3)
-    return [sum_keys, u.sum(3), squares, radius]
+    """Sums of keys and of values, and radius (root mean square distance to the mean key) of each block; `exists`
+    `[B, 1, S, 1]`.
+    """
+    exists = exists.unflatten(2, (-1, block))
+    y, u = (x.to(compute_dtype(x)).unflatten(2, (-1, block)).masked_fill(~exists, 0) for x in (keys, values))
+    size, sum_keys = exists.sum(3).clamp(min=1), y.sum(3)
+    distances = (y - (sum_keys / size).unsqueeze(3)).detach().masked_fill_(~exists, 0).square().sum((3, 4))
+    return [sum_keys, u.sum(3), (distances / size.squeeze(3)).sqrt().unsqueeze(3)]
 
 
 def causal_multipole_attention(
@@ -153,23 +149,29 @@ def causal_multipole_attention(
         context = Context.new(B, K, D, v.shape[3], L, sizes.block, k)
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
-    parts = []
-    size, number = block_size(q, context.keys.shape[2]), context.radius.shape[2]
-    for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
-        rows = slice(start, start + size)
-        last = number if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, number)
-        parts.append(_slab(x[:, :, :, rows], rank[:, rows], context, max(last, 1), sizes, scale))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
-    return out.flatten(1, 2).to(q.dtype), context
+    number, width, out = context.radius.shape[2], context.keys.shape[2], []
+    step = K  # as many key heads at a time as let enough queries read their keys at once
+    if not traced() and L > GATHER:
+        step = min(max(K * block_size(q, width) // min(TOGETHER, L), 1), K)
+    for heads in (slice(head, head + step) for head in range(0, K, step)):
+        parts = []
+        size = block_size(x[:, heads].flatten(1, 2), width)
+        for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
+            rows = slice(start, start + size)
+            last = number if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, number)
+            parts.append(_slab(x[:, heads, :, rows], rank[:, rows], context, heads, max(last, 1), sizes, scale))
+        out.append(torch.cat(parts, dim=3))
+    return torch.cat(out, dim=1).flatten(1, 2).to(q.dtype), context
 
 
-def _slab(x: Tensor, rank: Tensor, context: Context, number: int, sizes: CausalSizes, scale: float) -> Tensor:
-    """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks."""
-    summaries = (z[:, :, :number] for z in (context.sum_keys, context.sum_values, context.radius))
-    form, keys, values = _gathered, context.keys, context.values
+def _slab(x: Tensor, rank: Tensor, context: Context, heads: slice, number: int, sizes: CausalSizes, scale) -> Tensor:
+    """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks of some heads."""
+    summaries = (z[:, heads, :number] for z in (context.sum_keys, context.sum_values, context.radius))
+    form, keys, values = _gathered, context.keys[:, heads], context.values[:, heads]
     if x.shape[3] > GATHER:
         form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
-    out = recompute(form, x.flatten(2, 3), rank.repeat(1, x.shape[2])[:, None], keys, values, *summaries, sizes, scale)
+    rank = rank.unsqueeze(1).expand(-1, x.shape[2], -1).reshape(x.shape[0], 1, -1)
+    out = recompute(form, x.flatten(2, 3), rank, keys, values, *summaries, sizes, scale)
     return out.unflatten(2, x.shape[2:4])
 
 
@@ -179,9 +181,9 @@ def _masked(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSi
     x = x.to(dtype) * scale
     scores = x @ (sum_keys / c).mT
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
-    exact = torch.zeros_like(far, dtype=torch.bool).scatter_(3, blocks, True).repeat_interleave(c, 3)
-    exact = exact & (torch.arange(keys.shape[2], device=x.device) <= rank.unsqueeze(-1))
-    bias = torch.zeros_like(exact, dtype=dtype).masked_fill_(~exact, -torch.inf)
+    bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
+    bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
+    bias = bias.masked_fill(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
     near = attend(x, keys.to(dtype), values.to(dtype), bias)
     return merge(near, softmax_of_scores(scores + far, sum_values / c))[0]
 
