@@ -21,12 +21,13 @@ from training.data import Source, check_labels, check_texts, find_source, load_s
 from training.loop import as_document
 from training.metrics import GLUE, measure
 from training.models import Collator, attention_of, choose_length, set_attention, with_padding
-from training.options import CommonOptions, described
+from training.options import SEQUENCE_PARALLEL, CommonOptions, described
 from training.retrieval import CUT, Retrieval, embed, from_squad, load_encoder, model_inside, ranking_metrics, read_beir
 from training.session import MODEL, Session, in_session, run_recipe, whole_folder
 from training.task import TrainingOrder, check_share
 from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
 
+import hf_rfattn
 from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 512  # of models that name no limit
@@ -55,6 +56,7 @@ class EmbeddingOptions(CommonOptions):
     )
     query_prefix: str | None = described("Text in front of queries. Default: what the model's own files say.")
     document_prefix: str | None = described("Text in front of documents. Default: likewise.")
+    sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
     eval_batch_size: int = described("Texts that a process encodes at once.", 32)
     transfer_steps: int = described("Steps of attention transfer on the texts before evaluation, without labels.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
@@ -87,6 +89,8 @@ def evaluate(session: Session, options: EmbeddingOptions) -> None:
     if options.transfer_steps:
         texts = list(data.documents.values()) if isinstance(data, Retrieval) else data[PAIR[0]][:] + data[PAIR[1]][:]
         found["transfer"] = teach(session, encoder, texts, length)
+    if session.sequence_group is not None:
+        hf_rfattn.shard_sequence(model, session.sequence_group)
     if isinstance(data, Retrieval):
         metrics, speed = retrieve(session, encoder, data)
     else:
@@ -162,7 +166,7 @@ def retrieve(session: Session, encoder: Any, data: Retrieval) -> tuple[dict[str,
         prompts.get(name) or None if given is None else given
         for name, given in (("query", options.query_prefix), ("document", options.document_prefix))
     ]
-    run = partial(embed, encoder, accelerator=session.accelerator, batch_size=options.eval_batch_size)
+    run = partial(embed, encoder, session=session, batch_size=options.eval_batch_size)
     documents, speed = run(list(data.documents.values()), prefix=prefixes[1])
     queries, _ = run(list(data.queries.values()), prefix=prefixes[0])
     names, best = list(data.documents), min(CUT, len(data.documents))
@@ -179,7 +183,7 @@ def retrieve(session: Session, encoder: Any, data: Retrieval) -> tuple[dict[str,
 def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Correlate cosines with the scores that people gave."""
     texts = [*pairs[PAIR[0]][:], *pairs[PAIR[1]][:]]
-    embeddings, speed = embed(encoder, texts, session.accelerator, batch_size=session.options.eval_batch_size)
+    embeddings, speed = embed(encoder, texts, session, batch_size=session.options.eval_batch_size)
     cosines = F.cosine_similarity(*embeddings.chunk(2))
     values = measure(GLUE["stsb"], cosines.numpy(), torch.tensor(pairs["label"][:]).numpy())
     return {name: Metric(value, len(pairs), 1, chance=0.0) for name, value in values.items()}, speed

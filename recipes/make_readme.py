@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import measure_sharding
 import PIL.Image
 import typer
 from comparison.report import overview_table, percent, rate, report
@@ -22,6 +23,7 @@ from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
 from hf_rfattn.bench import compile_time, decode, model, ops
+from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.results import (
     SOFTMAX,
     Block,
@@ -49,6 +51,7 @@ BENCHMARKS = {
     "bench ops": ("One attention layer: speed over softmax", ops),
     "bench model": ("A whole model: speed over softmax, and memory", model),
     "bench decode": ("Generation", decode),
+    "bench sharding": ("One sequence over several processes: bytes sent and memory", measure_sharding),
     "bench compile": ("torch.compile: seconds of the first call at each length", compile_time),
 }
 
@@ -75,6 +78,18 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
         yield Heading(summary["title"], 3)
         yield Paragraph(f"From [{folder}]({results}{folder}).")
         yield from report(summary, level=4, folder=f"{folder}/")
+
+
+def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
+    """Costs on GPUs, counted from shapes."""
+    sources = "; ".join(f"{device.name}: {device.source}" for device in predicted.DEVICES)
+    yield Paragraph(
+        "**Predicted, not measured**: no GPU was available. Counted from shapes by "
+        "`hf_rfattn/bench/gpu_prediction.py`, which states what is counted: a "
+        f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at the peak rates of the "
+        f"vendor ({sources})."
+    )
+    yield predicted.table()
 
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
@@ -242,6 +257,7 @@ PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, an
             "evaluations": evaluations,
             "contexts": contexts,
             "speed": benchmarks,
+            "gpu": gpu_prediction,
             "studies": studies,
         },
     ),

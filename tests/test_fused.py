@@ -14,8 +14,10 @@ import torch
 from support.attention import assert_same_with_gradients, build, definition, draw_qkv
 from support.variants import every_variant, over
 from torch.nn.attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_rfattn
+from hf_rfattn.bench import gpu_prediction
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
 from hf_rfattn.ops import backend, fused
@@ -344,3 +346,42 @@ def test_doctor_says_what_a_device_runs_on(gpu, monkeypatch):
     monkeypatch.setattr(fused, "_flex", raises)
     broken = next(c for c in calls(torch.device("cpu")) if c["form"] == "bidirectional")
     assert "out of resource" in broken["kernels"]
+
+
+class NoSync(TorchDispatchMode):
+    """Raises where a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+            torch.ops.aten.equal,
+        )
+        if function.overloadpacket in waits:
+            raise RuntimeError(f"{function} waits for the device")
+        return function(*args, **(kwargs or {}))
+
+
+@every_variant
+def test_a_step_of_generation_does_not_synchronise(variant):
+    mechanism = build(variant, kv_heads=2, dtype=torch.float32)
+    q, k, v = draw_qkv(30, kv_heads=2, dtype=torch.float32)
+    if mechanism.holds_all_keys:
+        pytest.skip("asks how many keys it holds, to grow")
+    state = mechanism.new_state(2, 8, torch.float32, "cpu")
+    with torch.no_grad():
+        mechanism(*(x[:, :, :29] for x in (q, k, v)), state=state)
+        with NoSync():
+            out = mechanism(*(x[:, :, 29:] for x in (q, k, v)), state=state)
+    torch.testing.assert_close(out, definition(mechanism, q, k, v, causal=True)[:, :, 29:], rtol=1e-4, atol=1e-4)
+
+
+def test_predicted_costs_follow_from_shapes():
+    device = gpu_prediction.DEVICES[0]
+    favor, band = (gpu_prediction.paths()[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
+    assert sum(kernel.operations for kernel in favor) == 8 * 64 * 64  # two products with keys, two with queries
+    assert sum(kernel.operations for kernel in band) == 4 * 64 * 3 * 128  # three blocks of keys
+    length = gpu_prediction.break_even(favor, False, device)
+    flash = 4 * 64 * length / device.rate
+    assert flash == pytest.approx(sum(kernel.seconds(device) for kernel in favor), rel=0.05)

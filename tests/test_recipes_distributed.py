@@ -94,7 +94,20 @@ def test_ddp_with_parameters_of_mechanisms(zygote, bert, tmp_path, attention):
 
 
 @pytest.mark.slow
-def test_language_on_two_processes(zygote, tmp_path):
+def test_sequence_parallel(zygote, bert, single, tmp_path):
+    """Each process holds half of every sequence; a state goes on with another division."""
+    line = [SNLI, "--model", bert, *OPTIONS, *FAVOR, "--save-every", 2]
+    assert start(zygote, tmp_path, *line, "--sequence-parallel", 2, processes=2, STOP_AT="5").wait() == [7, 7]
+    start(zygote, tmp_path, *line, "--sequence-parallel", 2, "--resume", processes=2).wait(check=True)
+    agree(tmp_path, single)
+    assert result(tmp_path)["options"]["sequence_parallel"] == 2
+    assert result(tmp_path)["attention_error"]["after"]["overall"]
+    assert start(zygote, tmp_path, *line, "--sequence-parallel", 2, "--overwrite").wait() == [2]  # one process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_language_on_two_processes(zygote, tmp_path, sequence_parallel):
     """Tied weights, perplexity of uneven windows, a tokenizer that one process trains and both read."""
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -103,7 +116,8 @@ def test_language_on_two_processes(zygote, tmp_path):
     for processes in (1, 2):
         output = tmp_path / str(processes)
         output.mkdir()
-        start(zygote, output, LANGUAGE, *scratch, *OPTIONS, *FAVOR, processes=processes).wait(check=True)
+        parts = ["--sequence-parallel", min(processes, sequence_parallel)]
+        start(zygote, output, LANGUAGE, *scratch, *OPTIONS, *FAVOR, *parts, processes=processes).wait(check=True)
     close(weights(tmp_path / "2"), weights(tmp_path / "1"))
     one, two = (result(tmp_path / name)["metrics"]["perplexity"] for name in ("1", "2"))
     assert one["n"] == two["n"] and one["value"] == pytest.approx(two["value"], rel=1e-4)

@@ -155,11 +155,15 @@ def test_stsb_by_several_processes(bert, tmp_path):
     alone = evaluate(bert, tmp_path / "one", **fields)
     assert set(values(alone)) == {"pearson", "spearmanr"} and alone["main_metric"] == "spearmanr"
     words = [word for name, value in fields.items() for word in (f"--{name}", value)]
-    run_apart(
-        "evaluate_embeddings.py", "--model", bert, "--batch-size", 4, *words, "--output", tmp_path / "two", processes=2
-    )
-    together = json.loads((tmp_path / "two" / "result.json").read_text())
-    assert together["processes"] == 2 and values(together) == pytest.approx(values(alone), abs=1e-4)
+    for parts in (1, 2):  # of each sequence
+        run_apart(
+            "evaluate_embeddings.py", "--model", bert, "--batch-size", 4, *words, "--sequence-parallel", parts,
+            "--output", tmp_path / str(parts), processes=2,
+        )  # fmt: skip
+        together = json.loads((tmp_path / str(parts) / "result.json").read_text())
+        assert together["processes"] == 2 and together["options"]["sequence_parallel"] == parts
+        assert values(together) == pytest.approx(values(alone), abs=1e-4)
+        assert together["tokens_per_text"] == alone["tokens_per_text"]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """One sequence over several processes gives what one process gives: outputs, losses, gradients, training."""
 
 import copy
+import os
+import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from support.attention import build, draw_qkv
 from support.models import lively, tiny_bert, tiny_gpt2, tiny_llama
 from support.ranks import Ranks
@@ -121,6 +124,8 @@ def batch_for(kind, length, padding=None):
 def same_training(kind, name, batch, options=None, steps=3, checkpointing=False, gather=None):
     """Loss, logits, gradients and weights after some steps of a sharded model, beside those of one process."""
     whole = patched(kind, name, **options or {}).train()
+    if name == "rff":  # signed features amplify rounding errors, above 1e-5 in float32
+        whole = whole.double()
     single = copy.deepcopy(whole)
     sharded = DistributedDataParallel(shard(whole, gather=gather))
     if checkpointing:
@@ -149,7 +154,8 @@ def same_training(kind, name, batch, options=None, steps=3, checkpointing=False,
 
 def close(mine, alone):
     """To 1e-5 of the largest number."""
-    torch.testing.assert_close(mine, alone, rtol=0, atol=1e-5 * max(1.0, float(alone.abs().max())))
+    atol = 1e-5 * max(1.0, float(alone.abs().max()))
+    torch.testing.assert_close(mine, alone, rtol=0, atol=atol, check_dtype=False)
 
 
 @every_mechanism
@@ -262,7 +268,9 @@ def mesh_of_two_dimensions(wrap):
     with pytest.raises(ValueError, match=r"dp.*cp"):
         hf_rfattn.shard_sequence(whole, mesh)
     hf_rfattn.shard_sequence(whole, mesh["cp"])
-    if wrap == "ddp":
+    if wrap == "accelerate":  # its ParallelismConfig(cp_size=2) takes the masks away from attention modules
+        _attach_context_parallel_hooks(whole)
+    if wrap != "fsdp2":
         model = DistributedDataParallel(whole)
     else:
         for layer in whole.model.layers:
@@ -279,7 +287,7 @@ def mesh_of_two_dimensions(wrap):
         close(gradient, alone.grad)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "accelerate"])
 def test_with_data_parallelism(four, wrap):
     four(mesh_of_two_dimensions, wrap)
 
@@ -339,9 +347,6 @@ def test_refusals_warnings_and_undoing(two):
 
 
 def die_or_fail():
-    import os
-    import time
-
     model = shard(patched("gpt2", "favor+"))
     if dist.get_rank() == 1:
         os._exit(3)

@@ -1,13 +1,15 @@
 """`shard_sequence`: each process of a group runs a patched model on a part of the same sequences.
 
-Hooks do all of it. That of the base model (`BertModel`, `LlamaModel`) cuts the inputs and, where all positions are
-needed afterwards, gathers the hidden states. Attention modules hand the part on to the attention function. Language
-models and token classifiers go on with a part of the hidden states; their loss is computed here.
+The forward of the base model (`BertModel`, `LlamaModel`) cuts the inputs and, where all positions are needed
+afterwards, gathers the hidden states. Hooks of its attention modules hand the part on to the attention function.
+Language models and token classifiers go on with a part of the hidden states; their loss is computed here.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,8 @@ from .discovery import AttentionSite, find_attention
 from .names import NAME, PART
 
 M = TypeVar("M", bound=nn.Module)
+
+_MARK = "rf_sharded"  # attribute of a base model whose forward is ours
 
 # What a base model is given for each position, `[B, L]` or `[B, L, E]`.
 _BY_POSITION = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
@@ -40,8 +44,8 @@ def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) 
     head works. By default only where it is necessary: language models and token classifiers return the logits of their
     part, `ceil(L / N)` positions of which the last may be padding.
 
-    Linear mechanisms exchange their sums, `band` and `fmm` also the keys next to a part. `multipole`, `global_tokens`
-    and softmax layers gather keys and values, and a warning names them.
+    Linear mechanisms exchange their sums, `band` and `fmm` also the keys next to a part. `multipole` and softmax layers
+    gather keys and values, and a warning names them.
 
     Not supported: generation, encoder-decoder models, models with several towers, and models that do not accept
     `position_ids`.
@@ -64,8 +68,9 @@ def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) 
     by_token = head is not base and (head.loss_type in _BY_TOKEN or (head.loss_type is None and head.can_generate()))
     _warn_of_gathering(sites)
     sharding = _Sharding(group, _numbering(base), not by_token if gather is None else gather)
-    base.register_forward_pre_hook(sharding.cut_inputs, with_kwargs=True)
-    base.register_forward_hook(sharding.join_outputs, always_call=True)
+    setattr(base, _MARK, True)
+    # not hooks: sentence-transformers calls `forward` itself
+    base.forward = MethodType(_sharded_forward(type(base), sharding), base)
     pooler = getattr(base, "pooler", None)
     if isinstance(pooler, nn.Module):
         pooler.register_forward_pre_hook(sharding.hand_on_first_token)
@@ -75,6 +80,18 @@ def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) 
         head.register_forward_pre_hook(sharding.take_labels, with_kwargs=True)
         head.register_forward_hook(sharding.add_loss)
     return model
+
+
+def _sharded_forward(cls: type[PreTrainedModel], sharding: "_Sharding") -> Callable[..., Any]:
+    @functools.wraps(cls.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        try:
+            output = cls.forward(self, **sharding.cut_inputs(self, args, kwargs))
+            return sharding.join_outputs(output)
+        finally:
+            sharding.part = None
+
+    return forward
 
 
 def _process_group(mesh_or_group: Any) -> Any:
@@ -126,15 +143,13 @@ def _warn_of_gathering(sites: list[AttentionSite]) -> None:
 
 def _remove(model: nn.Module) -> None:
     for module in model.modules():
-        kinds: Any = (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_always_called),
-        )
-        for hooks, others in kinds:
+        if vars(module).pop(_MARK, None) is not None:
+            del module.forward
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", None), _Sharding):
                     del hooks[key]
-                    others.pop(key, None)
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 class _Sharding:
@@ -147,7 +162,10 @@ class _Sharding:
         self.length = 0  # of the whole sequences
         self.labels: dict[str, Any] = {}
 
-    def cut_inputs(self, base: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Sharding":
+        return self  # copies of a model share its group
+
+    def cut_inputs(self, base: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Before the base model: the inputs of this part instead of all."""
         kwargs = _by_name(base, args, kwargs)
         _check(base, kwargs)
@@ -171,7 +189,7 @@ class _Sharding:
                 kwargs[name] = self.part.own(_filled(value, filling, name == "position_ids"), 1)
         if "use_cache" in inspect.signature(base.forward).parameters:
             kwargs["use_cache"] = False
-        return (), kwargs
+        return kwargs
 
     def hand_on_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Before an attention module: its part, for the attention function.
@@ -194,10 +212,10 @@ class _Sharding:
         first = args[0][:, :1] if args[0].ndim == 3 else args[0]
         return (self.part.gather(first)[0], *args[1:])  # type: ignore[union-attr]
 
-    def join_outputs(self, base: PreTrainedModel, args: tuple, output: Any) -> Any:
+    def join_outputs(self, output: Any) -> Any:
         """After the base model: hidden states of all positions, where they are needed."""
-        part, self.part = self.part, None
-        if part is None or output is None or not self.gather:
+        part = self.part
+        if part is None or not self.gather:
             return output
 
         def join(value: Any) -> Any:

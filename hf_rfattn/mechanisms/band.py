@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops import banded_attention, global_attention, global_keys, merge, with_global_rows
 from ..ops.banded import Window
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
-from ..ops.sharded import part_of_banded_attention
+from ..ops.sharded import Part, part_of_banded_attention, part_of_global_attention, part_with_global_rows
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least, option
 from .registry import register_mechanism
@@ -38,6 +38,14 @@ def near_attention(q, k, v, bandwidth: int, global_tokens: int, **masks) -> tupl
     if not global_tokens:
         return near
     return merge(near, global_attention(q, k, v, global_tokens, bandwidth, **masks))
+
+
+def near_attention_of_part(q, k, v, bandwidth, global_tokens, part: Part, scale, causal) -> tuple[Tensor, Tensor]:
+    """The same for the queries of a part."""
+    near = part_of_banded_attention(q, k, v, bandwidth, part, scale=scale, causal=causal)
+    if not global_tokens:
+        return near
+    return merge(near, part_of_global_attention(q, k, v, global_tokens, bandwidth, part, scale=scale, causal=causal))
 
 
 def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, segments, device) -> Tensor:
@@ -69,12 +77,12 @@ class BandAttention(Mechanism):
         return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask) if count and not causal else out
 
     def attend_part(self, q, k, v, part, *, scale, causal):
-        if self.gathers_sequence():
-            return super().attend_part(q, k, v, part, scale=scale, causal=causal)
-        return part_of_banded_attention(q, k, v, self.config.bandwidth, part, scale=scale, causal=causal)[0]
+        count = self.config.global_tokens
+        out = near_attention_of_part(q, k, v, self.config.bandwidth, count, part, scale, causal)[0].to(q.dtype)
+        return part_with_global_rows(out, q, k, v, count, part, scale=scale) if count and not causal else out
 
     def gathers_sequence(self):
-        return self.config.global_tokens > 0
+        return False
 
     def new_state(self, batch, value_dim, dtype, device):
         like = torch.empty((), dtype=dtype, device=device)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..ops import State, Sums, causal_linear_attention, global_keys, merge, with_global_rows
 from ..ops.banded import Window
 from ..ops.naive import allowed_pairs, masked_softmax, normalised_weights, repeat_heads
-from ..ops.sharded import part_of_banded_attention, part_of_causal_linear_attention
-from .band import near_attention, near_multiply_adds, near_pairs
+from ..ops.sharded import part_of_causal_linear_attention, part_with_global_rows
+from .band import near_attention, near_attention_of_part, near_multiply_adds, near_pairs
 from .base import LinearMechanism, Mechanism
 from .config import MechanismConfig, check_at_least, option
 from .registry import mechanism_class, register_mechanism, resolve_config
@@ -139,25 +139,25 @@ class FmmAttention(Mechanism):
         return out, lse + phi_q.offset(q.to(lse.dtype))
 
     def attend_part(self, q, k, v, part, *, scale, causal):
-        if self.gathers_sequence():
-            return super().attend_part(q, k, v, part, scale=scale, causal=causal)
-        near = part_of_banded_attention(q, k, v, self.config.bandwidth, part, scale=scale, causal=causal)
+        width, count = self.config.bandwidth, self.config.global_tokens
+        near = near_attention_of_part(q, k, v, width, count, part, scale, causal)
         if self.config.normalizer == "separate":
             fars = [far.attend_part(q, k, v, part, scale=scale, causal=causal) for far in self.far]
-            return self._sum(near[0], fars, q.dtype)
-        parts = []
-        for far in self.far:
-            phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
-            found = []
-            for reverse in (False,) if causal else (False, True):
-                lag = self.config.bandwidth + 1
-                out, lse = part_of_causal_linear_attention(q, k, v, phi_q, phi_k, part, lag, reverse)
-                found.append((out, lse + phi_q.offset(q.to(lse.dtype))))
-            parts.append(found)
-        return self._merge(near, parts, q.dtype)
+            out = self._sum(near[0], fars, q.dtype)
+        else:
+            others = part.without_global(count, causal, q) if count else part
+            parts: list[list[tuple[Tensor, Tensor]]] = []
+            for far in self.far:
+                phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
+                parts.append([])
+                for reverse in (False,) if causal else (False, True):
+                    found = part_of_causal_linear_attention(q, k, v, phi_q, phi_k, others, width + 1, reverse)
+                    parts[-1].append((found[0], found[1] + phi_q.offset(q.to(found[1].dtype))))
+            out = self._merge(near, parts, q.dtype)
+        return part_with_global_rows(out, q, k, v, count, part, scale=scale) if count and not causal else out
 
     def gathers_sequence(self):
-        return self.config.global_tokens > 0
+        return False
 
     def new_state(self, batch, value_dim, dtype, device):
         config, like = self.config, torch.empty((), dtype=dtype, device=device)

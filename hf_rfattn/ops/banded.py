@@ -162,16 +162,28 @@ def global_attention(
 
     There are at most `count` of them at each end of a sequence (`masks.global_keys`). O(L · count · D).
     """
-    (B, H, L, D), K, dtype = q.shape, k.shape[1], compute_dtype(q)
+    B, _, L, _ = q.shape
     chosen = global_keys(L, count, key_mask, causal, segments, q.device).expand(B, L)
     index = positions_of(chosen, count if causal else 2 * count, segments)  # [B, L or 1, N]
-    distance = torch.arange(L, device=q.device)[None, :, None] - index
+    present = beyond_band(torch.arange(L, device=q.device), index, bandwidth, causal)
+    return attend_to_chosen(q, k, v, index, present, scale)
+
+
+def beyond_band(positions: Tensor, index: Tensor, bandwidth: int, causal: bool) -> Tensor:
+    """Which of the keys at `index` `[B, L or 1, N]`, -1 for none, queries at `positions` `[L]` see outside the band."""
+    distance = positions[None, :, None] - index
     present = (index >= 0) & (distance.abs() > bandwidth)
-    if causal:
-        present = present & (distance >= 0)
+    return present & (distance >= 0) if causal else present
+
+
+def attend_to_chosen(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, present: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to the keys at `index`: `[B, 1, N]`, or `[B, L, N]` for each query its own; and its lse."""
+    (B, H, L, D), K, dtype = q.shape, k.shape[1], compute_dtype(q)
     flat = index.clamp(min=0).flatten(1)[:, None, :, None]
     y, u = (z.gather(2, flat.expand(-1, K, -1, z.shape[-1])).to(dtype) for z in (k, v))  # [B, K, L · N or N, E]
-    if segments is None:
+    if index.shape[1] == 1:
         return attend(q.to(dtype), y, u, torch.where(present[:, None], 0.0, -torch.inf), scale)
     y, u = (z.view(B, K, 1, L, -1, z.shape[-1]) for z in (y, u))
     x = (q.to(dtype) * scale).reshape(B, K, H // K, L, 1, D)

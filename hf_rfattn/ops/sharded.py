@@ -10,17 +10,19 @@ Collectives have gradients, which are their adjoints: those of the sum of what a
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .banded import banded_attention
+from .banded import attend_to_chosen, banded_attention, beyond_band
 from .causal import causal_linear_attention
-from .linear import FeatureFunction, Sums, summarise
+from .linear import FeatureFunction, Sums, compute_dtype, summarise
 from .linear import _read as read_sums
+from .masks import global_keys, positions_of
+from .softmax import attend, merge
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Part:
     def of(self, causal: bool) -> "Part":
         """The same for attention of this kind: sequences are packed for causal attention alone."""
         return self if causal or self.segments is None else replace(self, segments=None)
+
+    def without_global(self, count: int, causal: bool, like: Tensor) -> "Part":
+        """The same without its global keys, which are then none that exist."""
+        chosen = Globals.of(self, count, causal, like).chosen
+        return replace(self, key_mask=~chosen if self.key_mask is None else self.key_mask & ~chosen)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This part of something that has all positions."""
@@ -77,6 +84,18 @@ class Part:
         found = _Exchange.apply(torch.cat(pieces, 2).movedim(2, 0), given, taken, self).movedim(0, 2)
         left = sum(taken[: self.rank])
         return torch.cat([found[:, :, :left], x, found[:, :, left:]], 2)
+
+    def fetch(self, x: Tensor, index: Tensor) -> Tensor:
+        """Tokens `[B, H, S, E]` of x at the positions that this process asks for, zero where there is none.
+
+        `index` `[B, N, S]`: the positions in the whole sequence that each process asks for, -1 for none.
+        """
+        local = (index - self.start).flatten(1)
+        here = (local >= 0) & (local < self.length) & (index >= 0).flatten(1)
+        at = local.clamp(0, self.length - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        found = x.gather(2, at).masked_fill(~here[:, None, :, None], 0).unflatten(2, index.shape[1:])
+        ones = [1] * self.size
+        return _Exchange.apply(found.movedim(2, 0), ones, ones, self).sum(0)
 
     def gather_sums(self, sums: Sums) -> list[Sums]:
         """The sums of every process, by one exchange."""
@@ -208,3 +227,60 @@ def part_of_banded_attention(
     found = banded_attention(q, k, v, bandwidth, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
     out, lse = (x[:, :, ahead : ahead + part.length] for x in found)
     return out, lse
+
+
+class Globals(NamedTuple):
+    """The global keys of a sequence (`masks.global_keys`), as a part needs them."""
+
+    chosen: Tensor  # [B, N · length]
+    asked: Tensor  # [B, N, S], positions of those that the first query of each part sees
+    own: Tensor  # [B, length or 1, S], positions of those that each query of this part sees
+
+    @staticmethod
+    def of(part: Part, count: int, causal: bool, like: Tensor) -> "Globals":
+        total = part.size * part.length
+        chosen = global_keys(total, count, part.key_mask, causal, part.segments, like.device)
+        chosen = chosen.expand(like.shape[0], total)
+        index = positions_of(chosen, count if causal else 2 * count, part.segments)
+        if part.segments is None:
+            return Globals(chosen, index.expand(-1, part.size, -1), index)
+        return Globals(chosen, index[:, :: part.length], part.own(index, 1))
+
+
+def part_of_global_attention(
+    q: Tensor, k: Tensor, v: Tensor, count: int, bandwidth: int, part: Part, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`global_attention` of the queries of a part, and its lse."""
+    found = Globals.of(part, count, causal, q)
+    fetched = part.fetch(torch.cat([k, v], -1), found.asked)
+    positions = part.start + torch.arange(part.length, device=q.device)
+    present = beyond_band(positions, found.own, bandwidth, causal)
+    slots = torch.arange(found.own.shape[2], device=q.device).expand_as(found.own)
+    if part.segments is None:
+        index, both = slots, fetched
+    else:  # sequences that begin in this part have their global keys here
+        local = found.own - part.start
+        here = (local >= 0) & (local < part.length)  # what comes later is not seen
+        index = torch.where(here, local + slots.shape[2], slots)
+        both = torch.cat([fetched, torch.cat([k, v], -1)], 2)
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    return attend_to_chosen(q, k, v, index, present, scale)
+
+
+def part_with_global_rows(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, count: int, part: Part, *, scale: float
+) -> Tensor:
+    """`with_global_rows` of a part: each process attends to its keys, and all of them are merged."""
+    found, dtype = Globals.of(part, count, False, q), compute_dtype(q)
+    x = part.fetch(q, found.asked).to(dtype)
+    mask = None if part.key_mask is None else part.own(part.key_mask, 1)
+    bias = None if mask is None else torch.where(mask[:, None, None], 0.0, -torch.inf)
+    row, lse = attend(x, k.to(dtype), v.to(dtype), bias, scale)
+    parts = part.gather(torch.cat([row, lse], -1))
+    rows = merge(*((each[..., :-1], each[..., -1:]) for each in parts))[0].to(out.dtype)
+    local = found.own[:, 0] - part.start
+    here = (local >= 0) & (local < part.length) & (found.own[:, 0] >= 0)
+    rows = rows.masked_fill(~here[:, None, :, None], 0)
+    at = local.clamp(0, part.length - 1)[:, None, :, None].expand_as(rows)
+    chosen = part.own(found.chosen, 1)[:, None, :, None]
+    return out.masked_fill(chosen, 0).scatter_add(2, at, rows)

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -192,7 +191,7 @@ class Loop:
     def _batches(self) -> Iterator[dict[str, Tensor]]:
         """This process's share of the data from the current step on, on its device."""
         accelerator, options = self.accelerator, self.options
-        rank, processes = accelerator.process_index, accelerator.num_processes
+        rank, processes = self.session.share()
         loader = DataLoader(
             self.prepared.train,
             batch_sampler=self.order.share(self.progress.step, self.steps, rank, processes, options.accumulate),
@@ -273,8 +272,9 @@ class Loop:
         meter.stop()
         counts = torch.tensor([meter.samples, meter.tokens], device=accelerator.device)
         samples, tokens = accelerator.reduce(counts, reduction="sum").tolist()
-        progress.samples += samples
-        progress.tokens += tokens
+        repeated = self.options.sequence_parallel  # processes that have counted the same sequences
+        progress.samples += samples // repeated
+        progress.tokens += tokens // repeated
         progress.seconds += meter.seconds
         self.meter = Meter(accelerator.device)
         peak = torch.tensor([peak_memory(accelerator.device)], device=accelerator.device)
@@ -323,14 +323,18 @@ def peak_memory(device: torch.device) -> int:
     return int(line.split()[1]) * 1024
 
 
-def evaluation_loaders(accelerator: Accelerator, prepared: Prepared, batch_size: int) -> dict[str, DataLoader]:
-    """One loader per split, shared among the processes. Its own generator leaves the random state of training alone."""
-    return {
-        split: accelerator.prepare_data_loader(
-            DataLoader(rows, batch_size, collate_fn=prepared.collate, generator=torch.Generator().manual_seed(0))
-        )
+def evaluation_loaders(session: Session, prepared: Prepared, batch_size: int) -> dict[str, DataLoader]:
+    """One loader per split, shared among the processes, unless they share sequences: then each has all of it.
+
+    Its own generator leaves the random state of training alone.
+    """
+    loaders = {
+        split: DataLoader(rows, batch_size, collate_fn=prepared.collate, generator=torch.Generator().manual_seed(0))
         for split, rows in prepared.evaluation.items()
     }
+    if session.sequence_group is not None:
+        return loaders
+    return {split: session.accelerator.prepare_data_loader(loader) for split, loader in loaders.items()}
 
 
 @torch.no_grad()
@@ -338,23 +342,29 @@ def evaluate(
     session: Session, task: Task, prepared: Prepared, model: nn.Module, loaders: Mapping[str, DataLoader]
 ) -> dict[str, Metric]:
     """Every metric of every split, the same on all processes; predictions are scored on the main one."""
-    accelerator, training = session.accelerator, model.training
+    accelerator, training, group = session.accelerator, model.training, session.sequence_group
     model.eval()
+    if group is not None:  # scores need the predictions of all positions
+        hf_rfattn.shard_sequence(accelerator.unwrap_model(model), group, gather=True)
     metrics: dict[str, Metric] = {}
     with session.bar("evaluating", sum(map(len, loaders.values()))) as bar:
         for split, loader in loaders.items():
             parts: list[dict[str, Tensor]] = []
             for batch in loader:
+                batch = send_to_device(batch, accelerator.device)
                 inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # no loss is needed
                 predictions = task.predict(model(**inputs), batch)
-                # drops the examples that were repeated to give every process a full last batch
-                parts.append({k: v.cpu() for k, v in accelerator.gather_for_metrics(predictions).items()})
+                if group is None:  # drops the examples that were repeated to give every process a full last batch
+                    predictions = accelerator.gather_for_metrics(predictions)
+                parts.append({k: v.cpu() for k, v in predictions.items()})
                 bar.update()
             if accelerator.is_main_process:
                 metrics |= task.score(split, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
     shared = [metrics]
     broadcast_object_list(shared)
     model.train(training)
+    if group is not None:
+        hf_rfattn.shard_sequence(accelerator.unwrap_model(model), group)
     return shared[0]
 
 

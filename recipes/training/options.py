@@ -21,6 +21,9 @@ MAY_BE_0 = {
 }  # fmt: skip
 
 
+SEQUENCE_PARALLEL = "Number of processes that share each sequence: each holds a part of it. The model must be patched."
+
+
 def described(help: str, default: Any = None) -> Any:
     """A field with the sentence that `--help` shows."""
     return field(default=default, metadata={"help": help})
@@ -71,6 +74,8 @@ class CommonOptions:
         if self.attention in (None, "softmax"):
             of_mechanisms = ["attention_options", "layers"]
             if self.attention == "softmax":  # without --attention, the model may be patched already
+                if getattr(self, "sequence_parallel", 1) > 1:
+                    raise ValueError("--sequence-parallel needs a patched model; name a mechanism with --attention.")
                 of_mechanisms += ["redraw_every", "transfer_steps", "push_to_hub"]
             for name in of_mechanisms:
                 if getattr(self, name, None):
@@ -117,6 +122,7 @@ class RunOptions(CommonOptions):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = described("Default: what accelerate's config says.")
     gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
     group_by_length: bool = described("Batch examples of similar length: less padding.", False)
+    sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
     workers: int = described("Data loading processes of each training process.", 0)
 
     # evaluation, saving, reporting
@@ -135,6 +141,9 @@ class RunOptions(CommonOptions):
             raise ValueError(f"--distill-weight is a share, above 0 and at most 1, not {self.distill_weight}.")
         if self.distill_hidden and self.distill is None:
             raise ValueError("--distill-hidden needs --distill, the model to learn from.")
+        for name in ("transfer_steps", "distill"):
+            if self.sequence_parallel > 1 and getattr(self, name):
+                raise ValueError(f"{flag(name)} does not work with --sequence-parallel; do it in a run of its own.")
         if self.early_stop is not None:
             self.keep = "best"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
@@ -20,6 +19,7 @@ from .data import SUBSET_SEED
 from .loop import peak_memory
 from .models import load_tokenizer, read_config
 from .options import CommonOptions
+from .session import Session
 
 CUT = 10  # places of a ranking that count
 
@@ -175,13 +175,13 @@ def model_inside(encoder: Any) -> PreTrainedModel:
 
 
 def embed(
-    encoder: Any, texts: Sequence[str], accelerator: Accelerator, *, batch_size: int, prefix: str | None = None
+    encoder: Any, texts: Sequence[str], session: Session, *, batch_size: int, prefix: str | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Embeddings of all texts on every process, each of which embeds its share; and the speed of all together.
 
     The time includes tokenization.
     """
-    rank, processes = accelerator.process_index, accelerator.num_processes
+    accelerator, (rank, processes) = session.accelerator, session.share()
     numbers = list(range(rank, len(texts), processes))
     share = [texts[i] for i in numbers]
     settings = {"prompt": prefix, "batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
@@ -200,6 +200,7 @@ def embed(
     for part in filled:
         rows[part["numbers"]] = part["rows"].float()
     seconds, tokens = max(part["seconds"] for part in parts), sum(part["tokens"] for part in parts)
+    tokens = tokens * processes // accelerator.num_processes  # of those that share sequences, each has counted them
     return rows, {
         "samples_per_second": len(texts) / seconds,
         "tokens_per_second": tokens / seconds,

@@ -50,7 +50,7 @@ def prepare(session: Session, task: Task) -> Loop:
         prepared = task.prepare()
     model = prepared.model
     set_attention(model, options)
-    order, steps = plan(accelerator, prepared, options)
+    order, steps = plan(session, prepared, options)
     teacher = make_teacher(accelerator.device, model, options)
     found: dict[str, Any] = {"attention": attention_of(model), "attention_error": None}
     found["transfer"] = recorded_transfer(options.model)
@@ -64,6 +64,8 @@ def prepare(session: Session, task: Task) -> Loop:
         add_adapters(model, options.lora_rank)
     optimizer = make_optimizer(model, options)
     help_sharding(accelerator, model, options)
+    if session.sequence_group is not None:
+        hf_rfattn.shard_sequence(model, session.sequence_group)
     return Loop(session, task, prepared, order, steps, model, optimizer, teacher, started, found)
 
 
@@ -73,7 +75,7 @@ def train(loop: Loop) -> None:
     accelerator, options = session.accelerator, task.options
     session.open_output()
     state = latest_state(session.output) if options.resume else None
-    loop.evaluation = evaluation_loaders(accelerator, prepared, options.eval_batch_size)
+    loop.evaluation = evaluation_loaders(session, prepared, options.eval_batch_size)
     before_training(loop, fresh=state is None)
     if options.gradient_checkpointing:
         prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -125,7 +127,7 @@ def finish(loop: Loop) -> None:
     options, source, accelerator = task.options, prepared.source, session.accelerator
     if not accelerator.is_main_process:
         return
-    model = accelerator.unwrap_model(loop.model)
+    model = hf_rfattn.shard_sequence(accelerator.unwrap_model(loop.model), None)
     whole = accelerator.distributed_type in WHOLE
     if loop.found["attention_error"] and whole and loop.kept_step == progress.step:  # this is the model that was kept
         loop.found["attention_error"]["after"] = short_error(model, a_few(prepared, loop.order))
@@ -154,11 +156,11 @@ def finish(loop: Loop) -> None:
     session.finish(measured, task.name)
 
 
-def plan(accelerator: Accelerator, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
+def plan(session: Session, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
     """The order of the data, and how many steps to take."""
     size = len(prepared.train)
     lengths = prepared.train["length"][:] if options.group_by_length else None
-    check_share(options.batch_size, accelerator.num_processes, options.accumulate)
+    check_share(options.batch_size, session.share()[1], options.accumulate)
     steps = options.max_steps or math.ceil(options.epochs * size / options.batch_size)
     return TrainingOrder(size, options.batch_size, options.seed, lengths), steps
 

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import GradientAccumulationPlugin
 from huggingface_hub import get_token
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm.auto import tqdm
 
 import hf_rfattn
@@ -51,6 +53,7 @@ PARTIAL = "partial-"
 FREE = {  # what may differ between a run and its continuation, since it does not change what is learnt
     "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
     "push_to_hub", "output", "model_name", "model_license", "data_name", "gradient_checkpointing",
+    "sequence_parallel",
 }  # fmt: skip
 PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
@@ -67,6 +70,20 @@ class Session:
     @property
     def output(self) -> Path:
         return Path(self.options.output)
+
+    @cached_property
+    def sequence_group(self) -> Any:
+        """The processes that share sequences with this one, as a device mesh; None if it has its own."""
+        size, processes = sequence_parallel(self.options), self.accelerator.num_processes
+        if size == 1:
+            return None
+        shape = (processes // size, size)
+        return init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("data", "sequence"))["sequence"]
+
+    def share(self) -> tuple[int, int]:
+        """Which share of the data this process gets, and of how many; those that share sequences get the same."""
+        size = sequence_parallel(self.options)
+        return self.accelerator.process_index // size, self.accelerator.num_processes // size
 
     def say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -124,6 +141,11 @@ def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
     try:
         with errors_as_messages():
             accelerator = make_accelerator(options)
+            if accelerator.num_processes % sequence_parallel(options):
+                raise ValueError(
+                    f"--sequence-parallel {options.sequence_parallel}: {accelerator.num_processes} processes cannot be "
+                    "divided into groups of that size."
+                )
             document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
             document |= {"model": options.model_name or name_of(options.model or "from scratch")}
             document |= {"base_license": options.model_license, "command": command(accelerator)}
@@ -138,6 +160,10 @@ def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(how_to_continue(output)) from None
     return output / RESULT
+
+
+def sequence_parallel(options: Any) -> int:
+    return getattr(options, "sequence_parallel", 1)
 
 
 def make_accelerator(options: Any) -> Accelerator:

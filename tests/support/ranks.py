@@ -19,7 +19,7 @@ class Ranks:
     A process that fails leaves the others waiting, so all are started anew after that.
     """
 
-    def __init__(self, size, seconds=60):
+    def __init__(self, size, seconds=300):
         self.size, self.seconds, self.running = size, seconds, []
 
     def start(self):
