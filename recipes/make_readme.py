@@ -19,6 +19,7 @@ import PIL.Image
 import typer
 from comparison.report import overview_table, percent, rate, report
 from comparison.summary import KIND, over_seeds, summarise
+from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
@@ -63,6 +64,12 @@ def measured_on(document: dict[str, Any]) -> str:
     return f"{machine(document['hardware'])}, torch {document['versions']['torch']}"
 
 
+def was_idle(document: dict[str, Any]) -> bool:
+    """Whether fewer processes than cores were running when a measurement began: otherwise its speed says nothing."""
+    load = document["load_average"]
+    return load is None or load[0] < document["hardware"]["cores"]
+
+
 def summaries(documents: Documents) -> dict[str, dict[str, Any]]:
     """The comparison in each folder that holds one."""
     folders: dict[str, list[TaskResult]] = {}
@@ -104,7 +111,8 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     """Models that were evaluated without a comparison: a table for each model, task and budget.
 
     Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
-    all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation.
+    all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
+    idle.
     """
     groups: dict[str, list[TaskResult]] = {}
     benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
@@ -131,7 +139,10 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
                 row += [times(cells[-1]["speed_over_softmax"])] if trained else []
                 row += [in_bytes(cells[-1]["step_bytes"]) if cells[-1]["step_bytes"] else "–"]
             else:
-                speed, theirs = (over_seeds(r.samples_per_second for r in rs)["mean"] for rs in (own, softmax))
+                idle = all(was_idle(dict(r.document)) for r in [*own, *softmax])
+                speed, theirs = (
+                    over_seeds(r.samples_per_second if idle else None for r in rs)["mean"] for rs in (own, softmax)
+                )
                 faster = times(speed / theirs if speed and theirs else None)
                 row += [number(speed, 3) if speed else "–", *(["–"] if trained else []), faster]
                 row += [in_bytes(own[0].peak_memory_bytes) if own[0].peak_memory_bytes else "–"]
@@ -154,33 +165,32 @@ def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
-    """Decoders by context length, a table for each model and data set.
+    """Decoders by context length, a table for each model, data set and number of tokens.
 
     A model that was trained is named after its base, a comma, and how it was trained. Of several measurements of one
-    row, perplexity is that of the most tokens and speed that of the most repetitions.
+    row, that of the most repetitions counts; speed is left out if there were fewer than the recipe makes.
     """
-    tables: dict[tuple[str, str], dict[tuple[str, str, int], list[tuple[dict[str, Any], dict[str, Any]]]]] = {}
-    files: dict[tuple[str, str], list[str]] = {}
+    tables: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for name, document in documents.items():
         if document["kind"] == "bench lm":
-            base, _, trained = document["model"].partition(", ")
-            table = tables.setdefault((base, document["dataset"]["name"]), {})
-            files.setdefault((base, document["dataset"]["name"]), []).append(f"[{Path(name).stem}]({results}{name})")
+            key = document["model"].partition(", ")[0], document["dataset"]["name"], document["tokens"]
+            tables.setdefault(key, {})[name] = document
+    for (base, data, tokens), found in tables.items():
+        cells: dict[tuple[str, str, int], dict[str, Any]] = {}
+        for document in sorted(found.values(), key=lambda each: each["repetitions"]):
+            trained = document["model"].removeprefix(base)
             for cell in document["cells"]:
-                label = attention_label(document["attention"][cell["attention"]])
-                key = ", ".join(filter(None, [label, trained])), cell["stage"], cell["length"]
-                table.setdefault(key, []).append((document, cell))
-    for (model_name, data), rows in tables.items():
-        cells = []
-        for (label, stage, length), found in sorted(rows.items(), key=lambda row: (row[0][2], row[0][0] != SOFTMAX)):
-            fastest = max(found, key=lambda each: each[0]["repetitions"])[1]
-            metrics = max(found, key=lambda each: each[0]["tokens"])[1]["metrics"]
-            cells.append({**fastest, "attention": label, "stage": stage, "length": length, "metrics": metrics})
-        documents_of = [document for found in rows.values() for document, _ in found]
-        tokens = max(document["tokens"] for document in documents_of)
-        yield Paragraph(f"**{model_name}** on {tokens:,} tokens of {data}, {measured_on(documents_of[0])}:")
-        yield context_table(cells, "")
-        yield Paragraph(f"From {', '.join(files[model_name, data])}.")
+                label = attention_label(document["attention"][cell["attention"]]) + trained
+                own = {"attention": label, "measured": document["repetitions"] >= REPETITIONS}
+                cells[label, cell["stage"], cell["length"]] = cell | own
+        rows = sorted(cells.values(), key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
+        table = context_table(rows, "")
+        for row, cell in zip(table.rows, rows, strict=True):
+            if not cell["measured"]:
+                row[4:6] = ["–", "–"]
+        yield Paragraph(f"**{base}** on {tokens:,} tokens of {data}, {measured_on(next(iter(found.values())))}:")
+        yield table
+        yield Paragraph(f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}.")
 
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:

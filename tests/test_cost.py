@@ -25,7 +25,7 @@ def test_state_by_hand():
     state = 16 * 8 + 16 + 16  # S, z, offsets
     cost = attention_cost(build("favor+", num_features=16), 100, causal=True, dtype=torch.bfloat16)
     assert cost.memory == 2 * state * 4  # kv heads, float32
-    cost = attention_cost(build("band", bandwidth=10), 100, causal=True, dtype=torch.bfloat16)
+    cost = attention_cost(build("band", bandwidth=10, global_tokens=0), 100, causal=True, dtype=torch.bfloat16)
     assert cost.memory == 2 * (11 * 2 * 8 * 4) + 11  # kv heads, keys and values in float32; which of them are visible
     fmm = build("fmm", bandwidth=6, global_tokens=4, far=("elu", "elu-"))  # 16 features together
     near = 2 * ((7 + 4) * 2 * 8 * 4) + 2 * 7 + (4 + 1 + 1) * 8  # window and global tokens; flags; positions and counts
@@ -35,7 +35,7 @@ def test_state_by_hand():
 def test_bidirectional_memory_by_hand():
     features = 100 * (4 + 2) * 16 * 4  # tokens, query and key heads, features, float32
     assert attention_cost(build("favor+", num_features=16), 100, causal=False).memory == features
-    assert attention_cost(build("band", bandwidth=10), 100, causal=False).memory == 100 * 4 * 21 * 4
+    assert attention_cost(build("band", bandwidth=10, global_tokens=0), 100, causal=False).memory == 100 * 4 * 21 * 4
 
 
 @pytest.mark.parametrize("name", mechanism_names())

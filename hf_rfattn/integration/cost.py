@@ -75,7 +75,7 @@ def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:
     """The length from which (mechanism, causal) modules together need fewer multiply-adds than softmax; None if never.
 
     >>> from hf_rfattn import build_mechanism
-    >>> crossover_length([(build_mechanism("band", num_heads=2, head_dim=8, bandwidth=16), False)])
+    >>> crossover_length([(build_mechanism("band", num_heads=2, head_dim=8, bandwidth=16, global_tokens=0), False)])
     34
     """
     modules = list(modules)
