@@ -25,7 +25,7 @@ LAYERS = 2
 SHAPE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 256,
 }  # fmt: skip
-LIMIT = 2**30  # bytes of memory per process, to compare what fits
+LIMIT = 2**31  # bytes of memory per process, to compare what fits
 WARM_UP = 1024  # tokens of a first pass, which allocates what stays
 
 
@@ -89,7 +89,7 @@ def run(lengths: list[int], processes: list[int], attentions: list[str], output:
         }
         print(cell, flush=True)
         document["cells"].append(cell)
-    write_result(document, output)
+        write_result(document, output)
 
 
 def report(document: dict[str, Any], name: str) -> Iterator[Block]:
