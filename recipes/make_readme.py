@@ -164,6 +164,12 @@ def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
     return rows
 
 
+def retrieval(documents: Documents, results: str) -> Iterator[Block]:
+    """The evaluations of one embedding model, whose speed was measured too."""
+    pattern = re.compile(r"embeddings/(minilm_\d+_|speed_)")
+    yield from evaluations({name: each for name, each in documents.items() if pattern.match(name)}, results)
+
+
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
     """Decoders by context length, a table for each model, data set and number of tokens.
 
@@ -259,7 +265,7 @@ def upstream(documents: Documents, results: str) -> Iterator[Block]:
 
 
 PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
-    Path("README.md"): (f"{RESULTS}/", {"accuracy": scores, "speed": speed}),
+    Path("README.md"): (f"{RESULTS}/", {"retrieval": retrieval, "accuracy": scores, "speed": speed}),
     RESULTS / "README.md": (
         "",
         {
