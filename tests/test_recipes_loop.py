@@ -16,6 +16,7 @@ from support.recipes import forget_processes, run_here
 from training.loop import Meter, make_optimizer, rate_factor
 from training.models import mechanism_parameters
 from training.options import RunOptions
+from training.session import Session
 
 import hf_rfattn
 
@@ -75,7 +76,7 @@ def test_one_step_by_hand(bert, tmp_path):
     task = finetune_snli.SnliTask(options)
     prepared = task.prepare()
     training.run.set_attention(prepared.model, options)
-    order, _ = training.run.plan(Accelerator(cpu=True), prepared, options)
+    order, _ = training.run.plan(Session(options, Accelerator(cpu=True), {}), prepared, options)
     forget_processes()
     batch = prepared.collate([prepared.train[i] for i in next(order.batches(0))])
     model = prepared.model.train()

