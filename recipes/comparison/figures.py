@@ -16,7 +16,8 @@ PANELS = 3  # in a row
 
 def pareto(summary: Mapping[str, Any]) -> Figure | None:
     """A panel per task: its score against throughput. No row beats those on the line in both."""
-    tables = [table for table in summary["accuracy"] if any(row["samples_per_second"]["mean"] for row in table["rows"])]
+    timed = [sum(row["samples_per_second"]["mean"] is not None for row in t["rows"]) for t in summary["accuracy"]]
+    tables = [table for table, rows in zip(summary["accuracy"], timed, strict=True) if rows > 1]
     if not tables:
         return None
     columns = min(PANELS, len(tables))
