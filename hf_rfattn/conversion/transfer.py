@@ -44,8 +44,9 @@ class Transfer:
             )
         self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
-        self.settings = {"steps": steps, "learning_rate": learning_rate, "parts": parts, "divergence": divergence}
-        self.settings["layers"] = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
+        configs = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
+        numbers = {"steps": steps, "learning_rate": learning_rate, "parts": parts, "divergence": divergence}
+        self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
         self.losses: dict[Mechanism, Tensor] = {}  # of the last step
