@@ -65,7 +65,6 @@ def convert(
     learning_rate: float = 0.05,
     parts: float = 0.0,
     divergence: float = 0.0,
-    patience: int | None = None,
     measure: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     batch_size: int = 16,
@@ -85,10 +84,9 @@ def convert(
     of the order of texts.
 
     `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
-    themselves. `divergence`: weight of the divergence between attention weights, for inputs of up to 1024 tokens, since
-    it takes quadratic memory. `patience`: a layer whose loss does not fall any more within so many steps is left as it
-    is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on,
-    unless there is no other.
+    themselves. `divergence`: weight of the divergence between attention weights, which takes quadratic memory.
+    `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on, unless
+    there is no other.
 
     `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call resumes from it, with
     the next of `batches`: give the same ones in the same order (a DataLoader that shuffles needs a seeded `generator`).
@@ -110,9 +108,8 @@ def convert(
     """
     if measure is not None and not isinstance(measure, Mapping):
         raise ValueError(f"measure must be one batch, as a tokenizer returns it, not {type(measure).__name__}.")
-    numbers = {"steps": steps, "save_every": save_every, "batch_size": batch_size, "patience": patience}
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+    for name, value in {"steps": steps, "save_every": save_every, "batch_size": batch_size}.items():
+        if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
@@ -128,12 +125,12 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
+        transfer = Transfer(model, steps, learning_rate, parts, divergence)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
-        tensors = [x for layer in transfer.layers for x in layer.state_dict().values()]
+        tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]
         sums = [float(x.double().sum()) for x in tensors]
-        check_alike(seed=seed, settings=transfer.settings(), mechanisms=sums, save_every=saved)
+        check_alike(seed=seed, settings=transfer.settings, mechanisms=sums, save_every=saved)
         hidden = not progress or process_rank() > 0
         with transfer.layers_in_float32(), tqdm(total=steps, desc="attention transfer", disable=hidden) as bar:
             if state is not None:
@@ -141,10 +138,10 @@ def convert(
             check_alike(steps_in_the_checkpoint=transfer.step)
             ahead = itertools.islice(data, transfer.step, None)
             started = time.perf_counter() - transfer.seconds
-            while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
-                transfer.train(next(ahead))
+            while transfer.step < steps:
+                error = transfer.train(next(ahead))
                 transfer.seconds = time.perf_counter() - started
-                bar.set_postfix_str(f"error {transfer.mean_error():.3f}", refresh=False)
+                bar.set_postfix_str(f"error {error:.3f}", refresh=False)
                 bar.update(transfer.step - bar.n)
                 due = transfer.step % save_every == 0 or transfer.step == steps
                 if state is not None and due and process_rank() == 0:
@@ -156,6 +153,6 @@ def convert(
     return Conversion(
         before=before,
         after=attention_error(model, measure),
-        steps={layer.name: layer.steps for layer in transfer.layers.values()},
+        steps=dict.fromkeys(transfer.names.values(), transfer.step),
         seconds=transfer.seconds,
     )

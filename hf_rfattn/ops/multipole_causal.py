@@ -128,12 +128,12 @@ class Context(State):
                 for x in (keys, values)
             )
             exists = torch.arange(block, device=k.device)[:, None] <= slot % block
-            new_summaries = _summaries(block_keys, block_values, exists, block)
+            new_summaries = summarise_blocks(block_keys, block_values, exists, block)
             summaries = [put(x, new, at) for x, new in zip(fields, new_summaries, strict=True)]
         else:
             at = torch.arange(number * block, device=k.device)
             exists = ((at <= rank[:, -1:]) & (at < (number - 1) * block))[:, None, :, None]
-            summaries = _summaries(keys, values, exists, block)
+            summaries = summarise_blocks(keys, values, exists, block)
             if not torch.is_grad_enabled():
                 summaries = [mine.copy_(new) for mine, new in zip(fields, summaries, strict=True)]
         count = rank[:, -1:] + 1
@@ -146,7 +146,7 @@ class Context(State):
         return Context(keys, values, sum_keys, sum_values, radius, count, tokens), rank
 
 
-def _summaries(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
+def summarise_blocks(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
     """Sums of keys and of values, and radius (root mean square distance to the mean key) of each block; `exists`
     `[B, 1, S, 1]`.
     """
@@ -180,12 +180,15 @@ def causal_multipole_attention(
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
     number, width, out, step = context.radius.shape[2], context.keys.shape[2], [], K
-    this = partial(causal_multipole_attention, sizes=sizes, scale=scale)
-    form = _gathered if L <= GATHER else _masked
-    if form is _masked and q.device.type in backend.DEVICES and backend.fused("causal multipole", this, (q, k, v)):
-        form, width = _by_fused_kernels, 2 * number
-    if form is _masked and not traced():  # as many key heads at a time as let enough queries read their keys at once
-        step = min(max(K * block_size(q, width) // min(TOGETHER, L), 1), K)
+    form = _gathered
+    if L > GATHER:
+        this = partial(causal_multipole_attention, sizes=sizes, scale=scale)
+        if q.device.type in backend.DEVICES and backend.fused("causal multipole", this, (q, k, v)):
+            form, width = _by_fused_kernels, 2 * number
+        else:
+            form = masked_attention
+            if not traced():  # as many key heads at a time as let enough queries read their keys at once
+                step = min(max(K * block_size(q, width) // min(TOGETHER, L), 1), K)
     for heads in (slice(head, head + step) for head in range(0, K, step)):
         parts = []
         size = block_size(x[:, heads].flatten(1, 2), width)
@@ -220,15 +223,23 @@ def _slab(form, x, rank: Tensor, context: Context, heads: slice, number: int, si
     return out.unflatten(2, x.shape[2:4])
 
 
-def _masked(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """All keys are scored; those that are not exact are hidden."""
+def masked_attention(
+    x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float, held: Tensor | None = None
+) -> Tensor:
+    """All keys are scored; those that are not exact are hidden. `held` `[B, K, S]`: the numbers of the S blocks whose
+    keys are given, if not all are, in ascending order.
+    """
     dtype, c = compute_dtype(x), sizes.block
     x = x.to(dtype) * scale
     scores = x @ (sum_keys / c).mT
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
     bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
+    place = torch.arange(keys.shape[2], device=x.device)
+    if held is not None:
+        bias = bias.gather(3, held.clamp(max=far.shape[3] - 1).unsqueeze(2).expand(-1, -1, x.shape[2], -1))
+        place = (held.unsqueeze(-1) * c + torch.arange(c, device=x.device)).flatten(2).unsqueeze(2)
     bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
-    bias = bias.masked_fill(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
+    bias = bias.masked_fill(place > rank.unsqueeze(-1), -torch.inf)
     near = attend(x, keys.to(dtype), values.to(dtype), bias)
     return merge(near, softmax_of_scores(scores + far, sum_values / c))[0]
 
