@@ -73,7 +73,7 @@ def test_a_step_by_hand():
 
 def test_layers_learn_apart_from_each_other():
     batches = make_batches()
-    options = {"steps": 8, "progress": False}
+    options = {"steps": 8, "end_to_end": 0, "progress": False}
     both, last = lively(tiny_bert()), None
     last = copy.deepcopy(both)
     convert(both, "hedgehog", batches, **options)
@@ -81,6 +81,26 @@ def test_layers_learn_apart_from_each_other():
     expected = learnt(last)
     assert expected and all(".layer.1." in name for name in expected)
     assert all(torch.equal(learnt(both)[name], value) for name, value in expected.items())
+
+
+def test_an_end_to_end_step_by_hand():
+    """Adam on the mean of all relative errors, of outputs on what the patched layers before give."""
+    model, (batch,) = lively(tiny_bert()), make_batches(1)
+    expected = copy.deepcopy(patch_model(model, "hedgehog"))
+    convert(model, None, [batch], measure=batch, steps=1, learning_rate=0.5, end_to_end=1, progress=False)
+    mechanisms, exact, given = list(mechanism_sites(expected)), [], []
+    run_with_softmax(expected, batch, lambda mechanism, args, masks, softmax, output: exact.append(softmax))
+    for mechanism in mechanisms:
+        mechanism.register_forward_hook(lambda module, args, output: given.append(output))
+    expected.eval()(**batch)
+    rows = batch["attention_mask"].bool()[:, None, :, None]
+    energies = [((a - b) * rows).square().sum((0, 2, 3)) / (b * rows).square().sum((0, 2, 3))
+                for a, b in zip(given, exact, strict=True)]  # fmt: skip
+    optimizer = torch.optim.Adam([p for mechanism in mechanisms for p in mechanism.parameters()], lr=0.1)
+    torch.stack(energies).mean().backward()
+    optimizer.step()
+    for name, value in learnt(expected).items():
+        torch.testing.assert_close(learnt(model)[name], value, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_and_packing_do_not_matter():
@@ -108,7 +128,7 @@ def test_padding_and_packing_do_not_matter():
 def test_bf16(family):
     """Steps are too small for bf16: they are taken in float32, and only the end is rounded."""
     model, batches = lively(MODELS[family]()).bfloat16(), make_batches()
-    report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.01, progress=False)
+    report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.03, progress=False)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert all(a < 0.85 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
 
