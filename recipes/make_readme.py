@@ -111,9 +111,9 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     """Models that were evaluated without a comparison, or timed by themselves: a table for each model, task and budget.
 
-    Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
-    all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
-    idle.
+    Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model: all
+    kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was idle.
+    A model that was trained before is named after its base, a comma, and how it was trained.
     """
     groups: dict[str, list[TaskResult]] = {}
     benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
@@ -135,7 +135,7 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
             row = [label, rate(score, 4), percent(score["mean"] / base["mean"] if softmax else None)]
             if trained:
                 row.insert(2, number(own[0].metrics[own[0].main_metric].standard_error, 2))
-            passes = benched.get((first.model, length, attention_label(own[0].attention)))
+            passes = benched.get((first.model.partition(", ")[0], length, attention_label(own[0].attention)))
             if passes and False in passes:
                 cells = [passes[False], *([passes[True]] if trained and True in passes else [])]
                 row += [number(cells[0]["samples_per_second"], 3), times(cells[0]["speed_over_softmax"])]
