@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import measure_sharding
 import PIL.Image
 import typer
-from comparison.report import overview_table, percent, rate, report
-from comparison.summary import KIND, over_seeds, summarise
+from comparison.scores import PLACE, Row, ScoreTable, comparison_tables, details, make_tables, options_of, overview
+from comparison.scores import run_speed as speed_of_runs
 from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
@@ -26,13 +26,14 @@ from hf_rfattn import attention_label
 from hf_rfattn.bench import compile_time, decode, model, ops
 from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.results import (
+    DASH,
     SOFTMAX,
     Block,
     Heading,
     Image,
     Paragraph,
+    Result,
     Table,
-    TaskResult,
     as_markdown,
     in_bytes,
     machine,
@@ -40,7 +41,7 @@ from hf_rfattn.results import (
     parse_result,
     read_result,
     times,
-)  # fmt: skip
+)
 from hf_rfattn.study import study_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,21 +71,30 @@ def was_idle(document: dict[str, Any]) -> bool:
     return load is None or load[0] < document["hardware"]["cores"]
 
 
-def summaries(documents: Documents) -> dict[str, dict[str, Any]]:
-    """The comparison in each folder that holds one."""
-    folders: dict[str, list[TaskResult]] = {}
+def compared(documents: Documents) -> Iterator[tuple[str, str, list[ScoreTable]]]:
+    """Folder, title and tables of each comparison."""
+    folders: dict[str, list[Result]] = {}
     for name, document in documents.items():
-        if KIND in document:
+        if PLACE in document:
             folders.setdefault(name.rpartition("/")[0], []).append(parse_result(document, name))
-    return {folder: summarise(results) for folder, results in folders.items()}
+    for folder, found in folders.items():
+        yield folder, found[0].document[PLACE]["title"], comparison_tables(found)
 
 
 def comparisons(documents: Documents, results: str) -> Iterator[Block]:
-    """The report of each comparison."""
-    for folder, summary in summaries(documents).items():
-        yield Heading(summary["title"], 3)
-        yield Paragraph(f"From [{folder}]({results}{folder}).")
-        yield from report(summary, level=4, folder=f"{folder}/")
+    """The tables of each comparison."""
+    for folder, title, tables in compared(documents):
+        yield Heading(title, 3)
+        yield Paragraph(f"From [{folder}]({results}{folder}). {options_of(tables).text}")
+        for table in tables:
+            yield Paragraph(f"**{table.title}**: {table.budget}.")
+            yield details(table, idle_speed)
+
+
+def idle_speed(row: Row) -> dict[str, str]:
+    """Speed and memory as the runs measured them; no speed if the machine was busy with something else."""
+    idle = all(was_idle(run.document) for run in [*row.runs, *row.softmax])
+    return speed_of_runs(row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})
 
 
 def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
@@ -101,10 +111,10 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
     """All tasks at a glance, of the comparisons that the README shows."""
-    for folder, summary in summaries(documents).items():
+    for folder, title, tables in compared(documents):
         if folder in COMPARED:
-            yield Paragraph(f"**{summary['title']}**, measured on {' and '.join(summary['machines'])} per process:")
-            yield overview_table(summary)
+            yield Paragraph(f"**{title}**, measured on {tables[0].first.machine} per process:")
+            yield overview(tables)
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
@@ -114,54 +124,38 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
     idle.
     """
-    groups: dict[str, list[TaskResult]] = {}
     benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
-    for name, document in documents.items():
-        if document["kind"] == "task" and KIND not in document:
-            result = parse_result(document, name)
-            groups.setdefault(result.measured_on, []).append(result)
-        elif document["kind"] == "bench model":
+    for document in documents.values():
+        if document["kind"] == "bench model":
             labels = {name: attention_label(config) for name, config in document["attention"].items()}
             for cell in document["cells"]:
                 key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
                 benched.setdefault(key, {})[cell["training"]] = cell
-    for group in groups.values():
-        first, rows = group[0], []
-        length, trained = first.budget.get("max_length"), "steps" in first.budget
-        softmax = [each for each in group if each.attention == SOFTMAX]
-        for label, own in _rows(group).items():
-            score, base = (over_seeds(r.metrics[r.main_metric].value for r in rs) for rs in (own, softmax))
-            row = [label, rate(score, 4), percent(score["mean"] / base["mean"] if softmax else None)]
-            passes = benched.get((first.model, length, attention_label(own[0].attention)))
-            if passes and False in passes:
-                cells = [passes[False], *([passes[True]] if trained and True in passes else [])]
-                row += [number(cells[0]["samples_per_second"], 3), times(cells[0]["speed_over_softmax"])]
-                row += [times(cells[-1]["speed_over_softmax"])] if trained else []
-                row += [in_bytes(cells[-1]["step_bytes"]) if cells[-1]["step_bytes"] else "–"]
-            else:
-                idle = all(was_idle(dict(r.document)) for r in [*own, *softmax])
-                speed, theirs = (
-                    over_seeds(r.samples_per_second if idle else None for r in rs)["mean"] for rs in (own, softmax)
-                )
-                faster = times(speed / theirs if speed and theirs else None)
-                row += [number(speed, 3) if speed else "–", *(["–"] if trained else []), faster]
-                row += [in_bytes(own[0].peak_memory_bytes) if own[0].peak_memory_bytes else "–"]
-            rows.append(row)
-        budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
-        yield Paragraph(f"**{first.model}, {first.task}** ({budget}), on {measured_on(dict(first.document))}:")
-        over = ["inference over softmax", "training over softmax"] if trained else ["over softmax"]
-        headings = ["attention", first.main_metric.replace("_", " "), "of softmax", "samples/s", *over, "memory"]
-        yield Table("", headings, rows)
 
+    def speed(row: Row) -> dict[str, str]:
+        run = row.runs[0]
+        length = run.budget.get("max_length")
+        if (run.model, length, SOFTMAX) not in benched:
+            return idle_speed(row)
+        passes = benched.get((run.model, length, row.attention), {})
+        cells = [passes.get(training) for training in (False, True)[: 2 if "steps" in run.budget else 1]]
+        memory = cells[-1] and cells[-1]["step_bytes"]
+        over = (times(cell and cell["speed_over_softmax"]) for cell in cells)
+        return {
+            "samples/s": number(cells[0]["samples_per_second"], 3) if cells[0] else DASH,
+            **dict(zip(("over softmax", "training over softmax"), over, strict=False)),
+            "memory": in_bytes(memory) if memory else DASH,
+        }
 
-def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
-    """The results of each row of a table, one for each seed; softmax first."""
-    rows: dict[str, list[TaskResult]] = {}
-    for result in sorted(group, key=lambda r: r.attention != SOFTMAX):
+    def label(result: Result) -> str:
         steps = (result.document.get("transfer") or {}).get("steps")
-        label = attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else "")
-        rows.setdefault(label, []).append(result)
-    return rows
+        return attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else "")
+
+    tasks = {name: each for name, each in documents.items() if each["kind"] == "task" and PLACE not in each}
+    found = [parse_result(document, name) for name, document in tasks.items()]
+    for table in make_tables(found, lambda result: result.task, label):
+        yield Paragraph(f"**{table.title}**: {table.budget}.")
+        yield details(table, speed)
 
 
 def retrieval(documents: Documents, results: str) -> Iterator[Block]:

@@ -15,7 +15,7 @@ from hf_rfattn.bench.model import rows_of, speed_documents
 from hf_rfattn.bench.settings import ModelSettings
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.mechanisms import resolve_config
-from hf_rfattn.results import Image, SpeedResult, Table, parse_result
+from hf_rfattn.results import Image, Table, parse_result
 
 QUICK = ("--lengths", "64,32", "--repetitions", 2, "--threads", 1)
 
@@ -76,7 +76,7 @@ def test_documents_for_cards(result):
     for name in result["attention"]:
         document = json.loads((result["output"] / f"speed_gpt2_{name}.json").read_text())
         found = parse_result(document)
-        assert isinstance(found, SpeedResult) and found.model == "me/tiny" and found.batch == 2
+        assert found.kind == "speed" and found.model == "me/tiny" and found.batch == 2
         assert found.attention == resolve_config(name).to_dict() and "checkpoint" not in document
         for timing in found.lengths:
             softmax, own = (

@@ -25,7 +25,7 @@ TOKEN, STRANGER = "hf_" + "aB3" * 11, "hf_" + "xY9" * 11
 ROOT = Path(__file__).parents[1]
 NAME = "me/tiny"
 SENT = {
-    "README.md", "config.json", "model.safetensors", "results.png", "results/favor.json", "results/softmax.json",
+    "README.md", "config.json", "model.safetensors", "results/favor.json", "results/softmax.json",
     "results/band.json", "results/average.json", "results/hedgehog.json", "results/speed.json", "tokenizer.json",
     "tokenizer_config.json", "vocab.txt", "modeling_hf_rfattn.py",
 }  # fmt: skip

@@ -1,34 +1,16 @@
-"""The text, the plot and the citations of a model card. Every number comes from result documents."""
+"""The text and the citations of a model card. Every number comes from result documents."""
 
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ..mechanisms.naming import attention_label, full_config, mechanism_names_in, mechanisms_in
-from ..results import (
-    DASH,
-    RESULTS,
-    SOFTMAX,
-    Block,
-    Bullets,
-    Heading,
-    Image,
-    Paragraph,
-    Result,
-    SpeedResult,
-    Table,
-    TransferResult,
-    in_bytes,
-    number,
-)
-from .folder import PLOT
+from ..results import DASH, RESULTS, Block, Bullets, Heading, Paragraph, Result, Table, in_bytes, number
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from .cards import Card, Comparison
 
 PAPERS = {
@@ -41,6 +23,12 @@ PAPERS = {
     "multipole": ["greengard1987fast"],
 }
 FAVOR_PLUS_PLUS = "likhosherstov2022chefs"
+LOADING = """`pip install hf-rfattn`, then:
+
+```python
+import hf_rfattn  # before loading
+{code}
+```"""
 
 
 def card_text(card: "Card") -> Iterator[Block]:
@@ -62,13 +50,10 @@ def card_text(card: "Card") -> Iterator[Block]:
         f"{spec.get('seed')}; random features are stored with the weights and are not drawn again on loading."
     )
     yield Heading("How to load it")
-    yield Paragraph(_loading(card))
+    yield Paragraph(LOADING.format(code="\n".join(_loading(card))))
     yield Heading("Results")
     if not card.used:
         yield Paragraph("Nothing was measured with this checkpoint.")
-    if card.comparisons or card.timings:
-        what = "Accuracy beside softmax and the controls; time and memory by length"
-        yield Image(PLOT, what, lambda: plot_results(card.comparisons, card.timings))
     for transfer in card.transfers:
         yield from _transfer_table(transfer)
     for comparison in card.comparisons:
@@ -94,20 +79,21 @@ def _layer_rows(card: "Card") -> Iterator[list[str]]:
             yield [f"{part} {layers}".strip(), f"softmax → {full['mechanism']}", options or "none"]
 
 
-def _loading(card: "Card") -> str:
-    if (card.folder.path / "modules.json").exists():
-        lines = ["from sentence_transformers import SentenceTransformer", "", f'SentenceTransformer("{card.address}")']
-        return "\n".join(["`pip install hf-rfattn`, then:", "", "```python", "import hf_rfattn", *lines, "```"])
-    classes = [card.loader]
-    code = [f'model = {card.loader}.from_pretrained("{card.address}")']
-    if (card.folder.path / "tokenizer_config.json").exists():
-        classes.append("AutoTokenizer")
-        code.append(f'tokenizer = AutoTokenizer.from_pretrained("{card.address}")')
-    imports = ["import hf_rfattn  # before loading", f"from transformers import {', '.join(classes)}"]
-    return "\n".join(["`pip install hf-rfattn`, then:", "", "```python", *imports, "", *code, "```"])
+def _loading(card: "Card") -> Iterator[str]:
+    """Lines of Python."""
+    path, name = card.folder.path, card.folder.architecture
+    if (path / "modules.json").exists():
+        yield "from sentence_transformers import SentenceTransformer"
+        yield f'\nmodel = SentenceTransformer("{card.address}")'
+        return
+    tokenizer = (path / "tokenizer_config.json").exists()
+    yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{name}"
+    yield f'\nmodel = {name}.from_pretrained("{card.address}")'
+    if tokenizer:
+        yield f'tokenizer = AutoTokenizer.from_pretrained("{card.address}")'
 
 
-def _transfer_table(result: TransferResult) -> Iterator[Block]:
+def _transfer_table(result: Result) -> Iterator[Block]:
     settings = ", ".join(f"{k} {json.dumps(v)}" for k, v in result.transfer.items() if not isinstance(v, (dict, list)))
     before, after = result.errors["before"], result.errors["after"]
     columns = zip(after["layers"], after["average"], before["overall"], after["overall"], strict=True)
@@ -121,15 +107,14 @@ def _transfer_table(result: TransferResult) -> Iterator[Block]:
 
 
 def _task_table(comparison: "Comparison") -> Iterator[Block]:
-    own = comparison[0][1]
-    rows = []
+    own, rows = comparison[0][1], []
     for role, result in comparison:
         if taught := result.document.get("transfer"):
             role += f", after {taught['steps']} steps of attention transfer"
         values = [result.metrics[name].value if name in result.metrics else None for name in own.metrics]
         values += [result.samples_per_second, result.tokens_per_second]
         cells = [DASH if value is None else number(value) for value in values]
-        memory = DASH if result.peak_memory_bytes is None else in_bytes(result.peak_memory_bytes)
+        memory = in_bytes(result.peak_memory_bytes) if result.peak_memory_bytes else DASH
         rows.append([attention_label(result.attention), role, str(result.seed), *cells, memory])
     budget = ", ".join(f"{name} {json.dumps(value)}" for name, value in own.budget.items())
     examples = ", ".join(f"{name} on {metric.n:,}" for name, metric in own.metrics.items())
@@ -142,12 +127,13 @@ def _task_table(comparison: "Comparison") -> Iterator[Block]:
     yield Table("", headings, rows)
 
 
-def _speed_table(speed: SpeedResult) -> Iterator[Block]:
+def _speed_table(speed: Result) -> Iterator[Block]:
     rows = []
-    for t in speed.lengths:
-        peaks = [DASH if peak is None else in_bytes(peak) for peak in (t.softmax_peak_bytes, t.patched_peak_bytes)]
-        milliseconds = [number(seconds * 1000) for seconds in (t.softmax_seconds, t.patched_seconds)]
-        rows.append([f"{t.length:,}", *milliseconds, f"{number(t.speed, 3)} ×", *peaks])
+    for timing in sorted(speed.lengths, key=lambda timing: timing["length"]):
+        softmax, patched = timing["softmax_seconds"], timing["patched_seconds"]
+        peaks = [timing.get(f"{who}_peak_bytes") for who in ("softmax", "patched")]
+        cells = [number(1000 * softmax), number(1000 * patched), f"{number(softmax / patched, 3)} ×"]
+        rows.append([f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)])
     yield Heading("Speed and memory by length", 3)
     yield Paragraph(f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}.")
     headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
@@ -165,38 +151,6 @@ def _origin(result: Result) -> str:
     line = f": `{shlex.join(map(str, command)) if isinstance(command, list) else command}`" if command else ""
     packages = ", ".join(f"{name} {version}" for name, version in result.versions.items() if version)
     return f"`{RESULTS}/{result.file}`{line}, {commit}{changed} of hf_rfattn, seed {result.seed} ({packages})"
-
-
-def plot_results(comparisons: "Sequence[Comparison]", timings: Sequence[SpeedResult]) -> "Figure":
-    """A panel of bars for each task's main metric, and one of lines for the times of each speed result."""
-    from matplotlib.figure import Figure
-
-    from ..results.plots import line_style, log_log
-
-    panels = len(comparisons) + len(timings)
-    figure = Figure(figsize=(5.2 * panels, 4.2), layout="constrained")
-    axes = list(figure.subplots(1, panels, squeeze=False)[0])
-    for panel, comparison in zip(axes, comparisons, strict=False):
-        own = comparison[0][1]
-        metric = own.main_metric
-        rows = [(role, result) for role, result in comparison if metric in result.metrics][::-1]
-        names = [(mechanism_names_in(result.attention) or [SOFTMAX])[0] for _, result in rows]
-        values = [result.metrics[metric].value for _, result in rows]
-        bars = panel.barh(range(len(rows)), values, color=[line_style(name)["color"] for name in names])
-        panel.bar_label(bars, [number(value) for value in values], padding=3)
-        labels = [f"{attention_label(result.attention)[:40]}\n{role}" for role, result in rows]
-        panel.set_yticks(range(len(rows)), labels, fontsize=7)
-        panel.margins(x=0.2)
-        panel.set(title=f"{own.task}: {metric} ({own.metrics[metric].n:,} examples)", xlabel=metric)
-    for panel, speed in zip(axes[len(comparisons) :], timings, strict=True):
-        lengths = [t.length for t in speed.lengths]
-        name = mechanism_names_in(speed.attention)[0]
-        panel.plot(lengths, [t.softmax_seconds for t in speed.lengths], label=SOFTMAX, **line_style(SOFTMAX))
-        panel.plot(lengths, [t.patched_seconds for t in speed.lengths], label=name, **line_style(name))
-        log_log(panel, lengths)
-        panel.set(title=f"Seconds a pass, batch {speed.batch}, {speed.dtype}\n{speed.machine}", xlabel="tokens")
-        panel.legend(frameon=False)
-    return figure
 
 
 def bibliography() -> dict[str, str]:

@@ -17,9 +17,6 @@ from ..results import (
     RESULTS,
     SOFTMAX,
     Result,
-    SpeedResult,
-    TaskResult,
-    TransferResult,
     as_markdown,
     control_of,
     number,
@@ -27,26 +24,26 @@ from ..results import (
     read_results,
     results_fingerprint,
     without_folders,
-    write_images,
     write_result,
     write_whole,
 )
 from .card_text import card_text
-from .folder import CARD, PLOT, CheckpointFolder
+from .folder import CARD, CheckpointFolder
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
 FINGERPRINT, RESULTS_FINGERPRINT = "rfattn_checkpoint_sha256", "rfattn_results_sha256"
-PIPELINES = {
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
+PIPELINES = {  # by how the name of a model class ends
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForQuestionAnswering": "question-answering",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
 }
 THIS, OTHER_SEED, SAME_BUDGET, OTHER = "this model", "another run", "softmax, same budget", "another mechanism"
 ORDER = [THIS, OTHER_SEED, SAME_BUDGET, FAR, NEAR, NO_ATTENTION, OTHER]
 
-Comparison = list[tuple[str, TaskResult]]  # roles and results of one task, data and budget; the first is the model's
+Comparison = list[tuple[str, Result]]  # roles and results of one task, data and budget; the first is the model's
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,14 @@ class Card:
 
     folder: CheckpointFolder
     comparisons: Sequence[Comparison]
-    timings: Sequence[SpeedResult]
-    transfers: Sequence[TransferResult]
+    timings: Sequence[Result]
+    transfers: Sequence[Result]
     base_model: str | None
     license: str | None
     address: str  # what readers give from_pretrained
 
     @property
-    def own(self) -> list[TaskResult]:
+    def own(self) -> list[Result]:
         """The task results of this checkpoint, and of no other."""
         return [comparison[0][1] for comparison in self.comparisons]
 
@@ -73,10 +70,6 @@ class Card:
     @property
     def base_on_hub(self) -> bool:
         return bool(self.base_model and HUB_NAME.fullmatch(self.base_model))
-
-    @property
-    def loader(self) -> str:
-        return auto_class(self.folder.architecture)
 
     @property
     def mechanisms(self) -> list[str]:
@@ -111,7 +104,7 @@ class Card:
             base_model_relation="finetune" if base else None,
             library_name="transformers",
             license=self.license,
-            pipeline_tag=PIPELINES.get(self.loader),
+            pipeline_tag=next((tag for end, tag in PIPELINES.items() if self.folder.architecture.endswith(end)), None),
             tags=["hf_rfattn", "efficient-attention", *self.mechanisms],
             datasets=list(dict.fromkeys(datasets)) or None,
             metrics=list(dict.fromkeys(name for own in self.own for name in own.metrics)) or None,
@@ -122,12 +115,11 @@ class Card:
 
     def limitations(self) -> Iterator[str]:
         """Softmax and controls that the model does not beat, and what was not measured."""
-        for comparison in self.comparisons:
-            own = comparison[0][1]
+        for (_, own), *others in self.comparisons:
             for name, metric in own.metrics.items():
                 better = [
                     f"{role} ({number(other.metrics[name].value)}, seed {other.seed})"
-                    for role, other in comparison[1:]
+                    for role, other in others
                     if role not in (OTHER, OTHER_SEED)
                     and name in other.metrics
                     and not metric.clearly_better(other.metrics[name])
@@ -136,18 +128,22 @@ class Card:
                     better.append(f"the best constant answer ({number(metric.chance or 0)})")
                 if better:
                     yield f"{own.task}: {name} {number(metric.value)} is not clearly better than {', '.join(better)}."
-            if missing := [role for role in CONTROLS if role not in [r for r, _ in comparison]]:
+            if missing := [role for role in CONTROLS if role not in dict(others)]:
                 yield f"{own.task}: not measured: {'; '.join(missing)}."
         if not self.comparisons:
             yield "No accuracy was measured."
         if not self.timings:
             yield "No speed was measured."
 
+    def render(self) -> str:
+        """The card as Markdown with its metadata on top."""
+        return str(ModelCard(f"---\n{self.metadata.to_yaml()}\n---\n\n{as_markdown(card_text(self))}"))
+
 
 def write_card(
     folder: str | Path, *, repo_id: str | None = None, base_model: str | None = None, license: str | None = None
 ) -> Path:
-    """Write README.md and, if something was measured, results.png into a checkpoint's folder.
+    """Write the model card, README.md, into a checkpoint's folder.
 
     Results are read from its folder results/. `repo_id`: where it will be published. `base_model` and `license`: for a
     checkpoint without results; results that say otherwise raise ValueError. Paths in result files shrink to names.
@@ -155,11 +151,8 @@ def write_card(
     for path, document in unclean_results(Path(folder)):
         write_result(document, path)
     card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
-    (card.folder.path / PLOT).unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
-    write_images(card_text(card), card.folder.path)
-    path = card.folder.path / CARD
-    write_whole(render(card), path)
-    return path
+    write_whole(card.render(), card.folder.path / CARD)
+    return card.folder.path / CARD
 
 
 def unclean_results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -174,23 +167,23 @@ def make_card(
     """What the card of this folder says now."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
-    own = [r for r in results if checkpoint.holds(r.attention)]
-    timings = [r for r in own if isinstance(r, SpeedResult) and r.checkpoint in (None, checkpoint.fingerprint)]
-    transfers = [r for r in own if isinstance(r, TransferResult)]
-    comparisons = list(_compare(checkpoint, [r for r in results if isinstance(r, TaskResult)]))
-    used: list[Any] = [*(comparison[0][1] for comparison in comparisons), *timings, *transfers]
+    own = [result for result in results if checkpoint.holds(result.attention)]
+    timings = [r for r in own if r.kind == "speed" and r.checkpoint in (None, checkpoint.fingerprint)]
+    transfers = [result for result in own if result.kind == "transfer"]
+    comparisons = list(_compare(checkpoint, [result for result in results if result.kind == "task"]))
+    described = [*(comparison[0][1] for comparison in comparisons), *transfers]
     return Card(
         folder=checkpoint,
         comparisons=comparisons,
         timings=timings,
         transfers=transfers,
-        base_model=_one("base model", [base_model, *(r.model for r in used)]),
-        license=_one("licence", [license, *(r.base_license for r in used if not isinstance(r, SpeedResult))]),
+        base_model=_one("base model", [base_model, *(result.model for result in [*described, *timings])]),
+        license=_one("licence", [license, *(result.base_license for result in described)]),
         address=repo_id or checkpoint.path.resolve().name,
     )
 
 
-def _compare(folder: CheckpointFolder, results: Sequence[TaskResult]) -> Iterator[Comparison]:
+def _compare(folder: CheckpointFolder, results: Sequence[Result]) -> Iterator[Comparison]:
     """One comparison for each task that this checkpoint was measured on."""
     for group in {result.measured_on: None for result in results}:
         rows = [result for result in results if result.measured_on == group]
@@ -207,7 +200,7 @@ def _compare(folder: CheckpointFolder, results: Sequence[TaskResult]) -> Iterato
             yield sorted(roles, key=lambda row: (ORDER.index(row[0]), row[1].seed))
 
 
-def _role(result: TaskResult, own: TaskResult, same: Sequence[TaskResult]) -> str:
+def _role(result: Result, own: Result, same: Sequence[Result]) -> str:
     if result in same:
         return THIS if result is own else OTHER_SEED
     if result.attention == SOFTMAX:
@@ -215,7 +208,7 @@ def _role(result: TaskResult, own: TaskResult, same: Sequence[TaskResult]) -> st
     return control_of(_names(result), [_names(own)]) or OTHER
 
 
-def _names(result: TaskResult) -> list[str]:
+def _names(result: Result) -> list[str]:
     """Mechanisms of a row whose layers are alike."""
     mixed = isinstance(result.attention, Mapping) and "layers" in result.attention
     return [] if mixed else mechanism_names_in(result.attention)
@@ -226,23 +219,3 @@ def _one(what: str, values: Sequence[str | None]) -> str | None:
     if len(found) > 1:
         raise ValueError(f"The card needs one {what}, but there are several: {', '.join(found)}.")
     return found[0] if found else None
-
-
-def render(card: Card) -> str:
-    """The card as Markdown with its metadata on top."""
-    return str(ModelCard(f"---\n{card.metadata.to_yaml()}\n---\n\n{as_markdown(card_text(card))}"))
-
-
-def auto_class(architecture: str | None) -> str:
-    """The class to load it with: an Auto class where the name tells which.
-
-    >>> auto_class("BertForSequenceClassification"), auto_class("GPT2LMHeadModel"), auto_class("BertModel")
-    ('AutoModelForSequenceClassification', 'AutoModelForCausalLM', 'AutoModel')
-    """
-    import transformers
-
-    if architecture is None or (architecture.endswith("Model") and not architecture.endswith("LMHeadModel")):
-        return "AutoModel"
-    head = "CausalLM" if architecture.endswith("LMHeadModel") else architecture.rpartition("For")[2]
-    name = f"AutoModelFor{head}"
-    return name if hasattr(transformers, name) else architecture

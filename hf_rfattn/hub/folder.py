@@ -11,7 +11,7 @@ from ..mechanisms.naming import full_config
 from ..results import SOFTMAX, checkpoint_fingerprint, read_result, weight_files
 from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
 
-CARD, PLOT = "README.md", "results.png"
+CARD = "README.md"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
 
@@ -66,8 +66,9 @@ class CheckpointFolder:
         return weight_files(self.path)
 
     @property
-    def architecture(self) -> str | None:
-        return next(iter(self.config.get("architectures") or ()), None)
+    def architecture(self) -> str:
+        """The class in transformers that it is loaded with."""
+        return next(iter(self.config.get("architectures") or ()), "AutoModel")
 
     @cached_property
     def fingerprint(self) -> str:

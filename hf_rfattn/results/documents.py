@@ -6,8 +6,10 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,26 @@ def write_whole(text: str, path: Path) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes the target when all is written; if that fails, nothing stays behind."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists already and is not an empty folder; choose another one.")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        os.replace(partial, target)
+    except Exception as error:
+        if "No space left on device" in str(error):
+            message = f"The disk of {target} is full, so nothing was written. Make room, or choose another folder."
+            raise ValueError(message) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_result(path: Path) -> dict[str, Any]:

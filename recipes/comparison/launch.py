@@ -6,7 +6,6 @@ OUTPUT/results/NAME.json    its result, with its place in the report: there if a
 """
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -21,11 +20,12 @@ import torch
 from training.options import flag
 from training.session import MODEL, RESULT, RUN, first_difference
 
-from hf_rfattn.results import without_folders, write_result
+from hf_rfattn.results import RESULTS, read_result, without_folders, write_result
 
 from .plan import Plan, Run, folder_of
+from .scores import PLACE
 
-LOGS, RESULTS = "logs", "results"
+LOGS = "logs"
 TAIL = 6  # lines of a failed run's log that are shown
 PATIENCE = 40.0  # seconds that an interrupted run has to end by itself; torchrun gives its own processes 30
 
@@ -46,7 +46,7 @@ def _finished(run: Run, output: Path, redo: bool) -> bool:
     path = result_file(output, run)
     if not path.exists():
         return False
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = read_result(path)
     now = without_folders({**document, "options": dataclasses.asdict(run.options)})["options"]
     before, now = {**document["options"], "processes": document["processes"]}, {**now, "processes": run.processes}
     name = first_difference(before, now)
@@ -60,20 +60,17 @@ def _finished(run: Run, output: Path, redo: bool) -> bool:
 
 def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
     """The words that start a run with the launcher that fits, and the environment it needs."""
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(run.script.parents[1]), os.environ.get("PYTHONPATH")]))
-    }
-    words = [str(run.script), *run.words, *extra]
+    path = [str(run.script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment, launcher = {"PYTHONPATH": os.pathsep.join(path)}, []
     if torch.accelerator.is_available():
         launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(run.processes)]
-        return [sys.executable, *launcher, *words], environment
-    environment["ACCELERATE_USE_CPU"] = "true"
-    if run.threads or "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(run.threads or max(1, (os.cpu_count() or 1) // run.processes))
-    if run.processes > 1:  # which accelerate's launcher does not start on a CPU
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.processes)]
-        return [sys.executable, *launcher, *words], environment
-    return [sys.executable, *words], environment
+    else:
+        environment["ACCELERATE_USE_CPU"] = "true"
+        if run.threads or "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(run.threads or max(1, (os.cpu_count() or 1) // run.processes))
+        if run.processes > 1:  # which accelerate's launcher does not start on a CPU
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.processes)]
+    return [sys.executable, *launcher, str(run.script), *run.words, *extra], environment
 
 
 def launch(run: Run, output: Path, watch: Callable[[str], None]) -> str | None:
@@ -110,7 +107,7 @@ def _resumes(run: Run, output: Path) -> bool:
     path = folder_of(output, run.name) / RUN
     if result_file(output, run).exists() or not path.exists():
         return False
-    return first_difference(json.loads(path.read_text(encoding="utf-8")), dataclasses.asdict(run.options)) is None
+    return first_difference(read_result(path), dataclasses.asdict(run.options)) is None
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
@@ -134,10 +131,10 @@ def last_lines(log: Path, count: int) -> str:
 def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
     """Put a finished run's result where the report reads it, without folders of this machine."""
     folder = folder_of(output, run.name)
-    document = without_folders(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    document = without_folders(read_result(folder / RESULT))
     if run.place is not None:
-        document["comparison"] = {"title": plan.title, **run.place}
-    if not plan.keep_models and run.place is not None:
-        shutil.rmtree(folder / MODEL, ignore_errors=True)
+        document[PLACE] = {"title": plan.title, **run.place}
+        if not plan.keep_models:
+            shutil.rmtree(folder / MODEL, ignore_errors=True)
     write_result(document, result_file(output, run))
     return document
