@@ -7,7 +7,6 @@ EXTRAS = {
     "matplotlib": "plots",
     "psutil": "bench",
     "rich": "bench",
-    "markdown_it": "bench",  # comes with rich
     "accelerate": "recipes",
     "datasets": "recipes",
 }

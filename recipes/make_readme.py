@@ -17,14 +17,14 @@ from typing import Annotated, Any
 import measure_sharding
 import PIL.Image
 import typer
-from comparison.scores import PLACE, Row, ScoreTable, comparison_tables, details, make_tables, options_of, overview
-from comparison.scores import run_speed as speed_of_runs
+from comparison.report import PLACE, comparison_tables, options_of
 from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
 from hf_rfattn.bench import compile_time, decode, model, ops
 from hf_rfattn.bench import gpu_prediction as predicted
+from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed
 from hf_rfattn.results import (
     DASH,
     SOFTMAX,
@@ -85,16 +85,16 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
     """The tables of each comparison."""
     for folder, title, tables in compared(documents):
         yield Heading(title, 3)
-        yield Paragraph(f"From [{folder}]({results}{folder}). {options_of(tables).text}")
+        yield Paragraph(f"From [{folder}]({results}{folder}). {options_of(tables)}")
         for table in tables:
             yield Paragraph(f"**{table.title}**: {table.budget}.")
             yield details(table, idle_speed)
 
 
-def idle_speed(row: Row) -> dict[str, str]:
+def idle_speed(table: ScoreTable, row: Row) -> dict[str, str]:
     """Speed and memory as the runs measured them; no speed if the machine was busy with something else."""
-    idle = all(was_idle(run.document) for run in [*row.runs, *row.softmax])
-    return speed_of_runs(row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})
+    idle = all(was_idle(run.document) for run in [*row.runs, *table.rows[0].runs])
+    return run_speed(table, row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})
 
 
 def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
@@ -132,11 +132,11 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
                 key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
                 benched.setdefault(key, {})[cell["training"]] = cell
 
-    def speed(row: Row) -> dict[str, str]:
+    def speed(table: ScoreTable, row: Row) -> dict[str, str]:
         run = row.runs[0]
         length = run.budget.get("max_length")
         if (run.model, length, SOFTMAX) not in benched:
-            return idle_speed(row)
+            return idle_speed(table, row)
         passes = benched.get((run.model, length, row.attention), {})
         cells = [passes.get(training) for training in (False, True)[: 2 if "steps" in run.budget else 1]]
         memory = cells[-1] and cells[-1]["step_bytes"]
@@ -147,13 +147,9 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
             "memory": in_bytes(memory) if memory else DASH,
         }
 
-    def label(result: Result) -> str:
-        steps = (result.document.get("transfer") or {}).get("steps")
-        return attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else "")
-
     tasks = {name: each for name, each in documents.items() if each["kind"] == "task" and PLACE not in each}
     found = [parse_result(document, name) for name, document in tasks.items()]
-    for table in make_tables(found, lambda result: result.task, label):
+    for table in make_tables(found, lambda result: result.task):
         yield Paragraph(f"**{table.title}**: {table.budget}.")
         yield details(table, speed)
 

@@ -12,7 +12,7 @@ from support.documents import make_checkpoint, speed, task
 
 from hf_rfattn import attention_label, mechanism_names_in
 from hf_rfattn.hub.folder import CheckpointFolder
-from hf_rfattn.results import new_result, number, parse_result, read_results, results_fingerprint
+from hf_rfattn.results import new_result, parse_result, read_results, results_fingerprint
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 
@@ -104,4 +104,4 @@ def test_committed_cards_are_those_of_their_results(folder):
     assert measured and measured == [r.metric_value for r in card.data.eval_results]
     for result in results:
         assert result.document["git"]["changed"] is False
-        assert f"| {result.seed} | {number(result.metrics[result.main_metric].value)} |" in card.content
+        assert f" | {100 * result.score.value:.1f} |" in card.content

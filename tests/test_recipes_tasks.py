@@ -70,9 +70,9 @@ def test_the_result_file(bert, tmp_path):
     )
     assert result["checkpoint"] == checkpoint_fingerprint(tmp_path / "model")
     card = make_card(tmp_path / "model")
-    assert card.evaluations[0].metric_value == result["metrics"]["accuracy"]["value"]
+    assert card.data.eval_results[0].metric_value == result["metrics"]["accuracy"]["value"]
     text = (tmp_path / "model" / "README.md").read_text()
-    assert "fine-tuned on made-up snli" in text and "datasets" not in card.metadata.to_dict()  # not the real task
+    assert "fine-tuned on made-up snli" in text and "datasets" not in card.data.to_dict()  # not the real task
     # what would be published names no folder of this machine
     sent = [path.read_text() for path in [*(tmp_path / "model").rglob("*.json"), tmp_path / "model" / "README.md"]]
     assert result["options"]["output"] == str(tmp_path)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from ..integration.names import CODE
 from ..integration.reading import named_model_class
-from ..results import RESULTS, results_fingerprint
+from ..results import RESULTS, weight_files
 from ..results.fingerprint import CONFIG, INDEX
-from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card, unclean_results
+from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card
 from .folder import CARD, CheckpointFolder
 
 # what save_pretrained of models, tokenizers and processors writes, `hf-rfattn card`, and licences
@@ -30,7 +29,6 @@ FILES = {
     *(name + suffix for name in ("LICENSE", "NOTICE") for suffix in ("", ".md", ".txt")),
 }  # fmt: skip
 FOLDERS = re.compile(rf"{RESULTS}/[^/]+\.json|additional_chat_templates/[^/]+\.jinja")
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 WEIGHTS = re.compile(  # as from_pretrained looks for them
     r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?"
 )
@@ -107,8 +105,7 @@ def make_plan(folder: str | Path, repo_id: str, revision: str | None = None, inc
     validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"{repo_id!r} does not say whose it is; write me/{repo_id}.")
-    checkpoint = CheckpointFolder(Path(folder))
-    path = checkpoint.path
+    path = CheckpointFolder(Path(folder)).path
     found = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*"))}
     found = {name: p for name, p in found.items() if not any(part.startswith(".") for part in name.split("/"))}
     if links := [name for name, p in found.items() if p.is_symlink()]:
@@ -117,14 +114,9 @@ def make_plan(folder: str | Path, repo_id: str, revision: str | None = None, inc
             "copies (cp -L), or remove them."
         )
     names = [name for name, p in found.items() if p.is_file()]
-    if pickles := [name for name in names if name.endswith(PICKLES) and ("/" not in name or name in include)]:
-        raise ValueError(
-            f"{', '.join(pickles)}: loading such a file can run code, so none is published. Weights are in "
-            "safetensors; move the rest elsewhere."
-        )
     if missing := [name for name in include if name not in names]:
         raise ValueError(f"{missing[0]!r} cannot be included: {path} has no such file. It has {', '.join(names)}.")
-    known = FILES | {weights.name for weights in checkpoint.weights} | set(include)
+    known = FILES | {weights.name for weights in weight_files(path)} | set(include)
     sent = [name for name in names if name in known or FOLDERS.fullmatch(name)]
     address = f"{HfApi().endpoint}/{repo_id}" + (f"/tree/{revision}" if revision not in (None, "main") else "")
     return Plan(repo_id, address, {name: (path / name).stat().st_size for name in sent}, sorted(set(names) - set(sent)))
@@ -138,16 +130,11 @@ def check_card(folder: Path, repo_id: str) -> None:
     try:
         card = ModelCard.load(folder / CARD)
     except Exception as error:  # YAML errors have no common base that huggingface_hub exports
-        problem = " ".join(str(error).split())
-        raise ValueError(f"The metadata of {folder / CARD} cannot be read: {problem} {again}") from error
-    if card.data.get(FINGERPRINT) != CheckpointFolder(folder).fingerprint:
-        raise ValueError(f"The card in {folder} was not made for these weights and this config. {again}")
-    if card.data.get(RESULTS_FINGERPRINT) != results_fingerprint(folder):
-        raise ValueError(f"The result files in {folder / RESULTS} are not those the card was made from. {again}")
-    if unclean := unclean_results(folder):
-        raise ValueError(f"{unclean[0][0]} says where files lie on the machine it comes from. {again}")
-    if (card.data.get("eval_results") or []) != make_card(folder).evaluations:
-        raise ValueError(f"The card in {folder} claims results that its result files do not hold. {again}")
+        raise ValueError(f"The metadata of {folder / CARD} cannot be read: {' '.join(str(error).split())}") from error
+    now = make_card(folder)
+    for name in (FINGERPRINT, RESULTS_FINGERPRINT, "eval_results"):
+        if card.data.get(name) != now.data.get(name):
+            raise ValueError(f"The card in {folder} was not made from these weights and results: see {name}. {again}")
     if f'("{repo_id}")' not in card.text:
         raise ValueError(f"The card in {folder} does not tell readers to load {repo_id!r}. {again}")
 
@@ -175,9 +162,9 @@ def check_reload(folder: Path) -> None:
         raise ValueError(f"{folder} does not load again as it was saved: {wrong}.")
     if not any(isinstance(module, Mechanism) for module in model.modules()):
         raise ValueError(f"{folder} loads as softmax: nothing in it is patched.")
-    for key, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{folder}: {key} holds values that are not finite.")
+    bad = [key for key, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
+    if bad:
+        raise ValueError(f"{folder}: {', '.join(bad)} hold values that are not finite.")
 
 
 def check_secrets(folder: Path, plan: Plan) -> None:
@@ -191,27 +178,20 @@ def check_secrets(folder: Path, plan: Plan) -> None:
 def _send(folder: Path, plan: Plan, private: bool, revision: str, token: str, tell: Callable[[str], Any]) -> None:
     """Create the repository and the branch where they are missing, upload, and commit once."""
     api = HfApi(token=token, library_name="hf_rfattn")
-    try:
-        known = api.model_info(plan.repo_id)
-    except RepositoryNotFoundError as error:
-        if error.response.status_code != 404:
-            raise
+    if not api.repo_exists(plan.repo_id):
         api.create_repo(plan.repo_id, private=private)
         tell(f"Created {plan.repo_id}{' (private)' if private else ''}.")
-    else:
-        if private and known.private is False:
-            raise ValueError(f"{plan.repo_id} exists and is public. Make it private on its page first.")
+    elif private and not api.model_info(plan.repo_id).private:
+        raise ValueError(f"{plan.repo_id} exists and is public. Make it private on its page first.")
     if revision != "main":
         api.create_branch(plan.repo_id, branch=revision, exist_ok=True)
     info = api.model_info(plan.repo_id, revision=revision)
-    there = [s.rfilename for s in info.siblings or []]
+    there = [file.rfilename for file in info.siblings or []]
     stale = sorted(name for name in there if name not in plan.files and WEIGHTS.fullmatch(name))
     if stale:  # weights of an earlier model would be loaded in place of these, or beside them
         tell(f"Removing weights of an earlier version: {', '.join(stale)}.")
-    operations: list[Any] = [
-        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in plan.files),
-        *(CommitOperationDelete(path_in_repo=name) for name in stale),
-    ]
+    operations: list[Any] = [CommitOperationAdd(path_in_repo=n, path_or_fileobj=folder / n) for n in plan.files]
+    operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
     message = "Publish a checkpoint patched by hf_rfattn"
     api.create_commit(plan.repo_id, operations, commit_message=message, revision=revision, parent_commit=info.sha)
 

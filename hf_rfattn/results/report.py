@@ -110,7 +110,7 @@ def _markdown(block: Block, image: Callable[[str], str]) -> str:
 
 def as_html(title: str, blocks: Sequence[Block]) -> str:
     """One page that needs no other file: plots are part of it."""
-    from markdown_it import MarkdownIt
+    from markdown_it import MarkdownIt  # comes with rich
 
     body = MarkdownIt("js-default").render(as_markdown(blocks))
     for block in blocks:

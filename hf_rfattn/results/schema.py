@@ -113,30 +113,17 @@ class Metric:
     lower_is_better: bool = False
     chance: float | None = None
 
-    @property
-    def standard_error(self) -> float:
-        """Of a proportion of n examples; 0 for other metrics."""
-        if not self.scale or not 0 <= self.value <= self.scale:
-            return 0.0
-        share = self.value / self.scale
-        return self.scale * math.sqrt(share * (1 - share) / self.n)
+    def beats_chance(self, value: float) -> bool:
+        """Whether a score is more than two standard errors above chance; True if that is unknown.
 
-    def clearly_better(self, other: "Metric") -> bool:
-        """Better by more than two standard errors where those are known (proportions), else better at all."""
-        gain = (other.value - self.value) if self.lower_is_better else (self.value - other.value)
-        return gain > 2 * math.hypot(self.standard_error, other.standard_error)
-
-    def beats_chance(self, value: float | None = None) -> bool:
-        """Whether a score, by default its own, is more than two standard errors above chance; True if that is unknown.
-
-        >>> Metric(0.55, 277, 1, chance=0.527).beats_chance(), Metric(0.8, 277, 1, chance=0.527).beats_chance()
+        >>> Metric(0.55, 277, 1, chance=0.527).beats_chance(0.55), Metric(0.8, 277, 1, chance=0.527).beats_chance(0.8)
         (False, True)
         """
         if self.chance is None or not self.scale:
             return True
         share = self.chance / self.scale
         error = self.scale * math.sqrt((share * (1 - share) or 1) / self.n)  # 1: a correlation
-        return (self.value if value is None else value) > self.chance + 2 * error
+        return value > self.chance + 2 * error
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ tasks:                  the parts of the report
   - label: sst2         recipe: glue, snli, squad, text, lm, embeddings; training: its options; rows: labels, if not all
     before: {...}       recipe and training of a run that comes first; its folder is `${before}` in this task
     options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
-seeds: [0, 1]           these four also in a task, for that one alone
-processes: [1, 2]
-lengths: [128, 512]     values of --max-length
+seeds: [0, 1]           these three also in a task, for that one alone
+processes: 2
 threads: 1              of each process on a CPU; default: OMP_NUM_THREADS if it is set, else the cores are shared
 keep_models: false      if only results are wanted
 """
@@ -47,7 +46,7 @@ RECIPES: dict[str, tuple[str, type[CommonOptions]]] = {
 }
 FOLDER = Path(__file__).resolve().parents[1]
 BEFORE = "before"
-SHARED = ("training", "seeds", "processes", "lengths", "threads")  # fields of the file and of a task
+SHARED = ("training", "seeds", "processes", "threads")  # fields of the file and of a task
 FILE = ("title", "variables", "attention", "tasks", "keep_models", *SHARED)
 TASK = ("label", "recipe", BEFORE, "rows", "options", *SHARED)
 ROW = ("label", "mechanism", "options", "training")
@@ -141,34 +140,30 @@ def folder_of(output: Path, name: str) -> Path:
 def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> Iterator[Run]:
     """Its preparation, then all rows of a seed before the next seed: tables fill evenly."""
     check_names(task, TASK, f"tasks[{number}]")
-    part, recipe, threads = task["label"], task["recipe"], task.get("threads", file.get("threads"))
+    part, recipe, needs, folder = task["label"], task["recipe"], None, {}
+    own = {"seeds": [0], "processes": 1, "threads": None, **{k: v for k, v in file.items() if k in SHARED}, **task}
     rows = [_row(row, task.get("options", {})) for row in file["attention"]]
     labels = [row["label"] for row in rows]
     if SOFTMAX not in [row["mechanism"] for row in rows]:
         raise ValueError("attention has no softmax, which all other rows are compared with.")
     check_names(dict.fromkeys([*task.get("rows", ()), *task.get("options", ())]), labels, f"rows of {part}")
-    shared, needs, folder = file.get("training", {}), None, {}
+    shared = file.get("training", {})
     if BEFORE in task:
         needs = f"{_slug(part)}_{BEFORE}"
         folder = {BEFORE: str(folder_of(output, needs))}
         first = task[BEFORE].get("recipe", recipe)
-        yield Run(needs, first, _words(needs, first, {**shared, **task[BEFORE]["training"]}, output), 1, threads)
+        words = _words(needs, first, {**shared, **task[BEFORE]["training"]}, output)
+        yield Run(needs, first, words, 1, own["threads"])
     fields = expand({**shared, **task.get("training", {})}, folder)
-    seeds, processes, lengths = (
-        task.get(name, file.get(name, default))
-        for name, default in (("seeds", [0]), ("processes", [1]), ("lengths", [None]))
-    )
-    for seed, length, count, row in product(seeds, lengths, processes, rows):
-        if row["label"] not in task.get("rows", labels):
-            continue
-        if theirs := OURS.intersection(name.replace("-", "_") for name in [*fields, *row["training"]]):
-            raise ValueError(f"{part}: {', '.join(sorted(theirs))} cannot be set as training options.")
-        several = [f"{length}_tokens"] * (len(lengths) > 1) + [f"{count}_processes"] * (len(processes) > 1)
-        name = "_".join([_slug(part), _slug(row["label"]), *several, f"seed_{seed}"])
-        own = {"attention": row["mechanism"], "attention_options": assignments(row["options"]), "seed": seed}
-        whole = {**fields, **row["training"], **own, **({"max_length": length} if length else {})}
-        place = {"part": part, "row": row["label"], "order": [number, rows.index(row)]}
-        yield Run(name, recipe, _words(name, recipe, whole, output), count, threads, place, needs)
+    for seed, row in product(own["seeds"], rows):
+        if row["label"] in task.get("rows", labels):
+            if theirs := OURS.intersection(name.replace("-", "_") for name in [*fields, *row["training"]]):
+                raise ValueError(f"{part}: {', '.join(sorted(theirs))} cannot be set as training options.")
+            name = f"{_slug(part)}_{_slug(row['label'])}_seed_{seed}"
+            decided = {"attention": row["mechanism"], "attention_options": assignments(row["options"]), "seed": seed}
+            words = _words(name, recipe, {**fields, **row["training"], **decided}, output)
+            place = {"part": part, "row": row["label"], "order": [number, rows.index(row)]}
+            yield Run(name, recipe, words, own["processes"], own["threads"], place, needs)
 
 
 def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""The report of a comparison, made from its result files."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hf_rfattn.hub.scores import ScoreTable, details, make_tables, overview, score_and_speed
+from hf_rfattn.results import (
+    Block,
+    Heading,
+    Image,
+    Paragraph,
+    Result,
+    as_html,
+    as_markdown,
+    read_results,
+    write_images,
+)
+
+PLACE = "comparison"  # the field that says where a result belongs
+INTRODUCTION = (
+    "All rows of a task have the same budget: model, data, steps and learning rate. Scores are mean ± standard "
+    "deviation over seeds; (chance) marks scores that are not more than two standard errors above the best constant "
+    "answer. The controls are `average` (no attention) and `band` (a window alone): rows that do not beat them show no "
+    "benefit from attention. Errors are those of attention outputs relative to softmax, mean over layers: untrained → "
+    "after attention transfer → after training. Only the softmax rows use attention dropout."
+)
+
+
+def comparison_tables(results: Iterable[Result]) -> list[ScoreTable]:
+    """Those of the results that have a place in a comparison, in the order of its file."""
+    placed = [result for result in results if PLACE in result.document]
+    placed.sort(key=lambda result: (result.document[PLACE]["order"], result.seed))
+    return make_tables(placed, lambda run: run.document[PLACE]["part"], lambda run: run.document[PLACE]["row"])
+
+
+def read_comparison(folder: Path) -> tuple[str, list[ScoreTable]]:
+    """Title and tables of the comparison whose results a folder holds."""
+    tables = comparison_tables(read_results(folder))
+    if not tables:
+        raise ValueError(f"{folder} holds no results of a comparison.")
+    return tables[0].first.document[PLACE]["title"], tables
+
+
+def options_of(tables: Sequence[ScoreTable]) -> str:
+    """Which attention the labels of rows stand for."""
+    rows = {(row.label, row.attention): None for table in tables for row in table.rows if row.label != row.attention}
+    return "Options: " + ("; ".join(f"{label} is `{name}`" for label, name in rows) or "defaults") + "."
+
+
+def write_report(title: str, tables: Sequence[ScoreTable], folder: Path) -> list[Path]:
+    """report.html, and report.md with its plot."""
+    blocks: list[Block] = [Heading(title, 1), Paragraph(INTRODUCTION), overview(tables), Paragraph(options_of(tables))]
+    if figure := score_and_speed(tables):
+        blocks.append(Image("pareto.png", "Score against speed, one panel per task", lambda: figure))
+    for table in tables:
+        blocks += [Heading(table.title), Paragraph(f"{table.budget}."), details(table)]
+    write_images(blocks, folder)
+    (folder / "report.md").write_text(as_markdown(blocks), encoding="utf-8")
+    (folder / "report.html").write_text(as_html(title, blocks), encoding="utf-8")
+    return [folder / "report.html", folder / "report.md"]
