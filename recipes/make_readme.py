@@ -18,7 +18,6 @@ import measure_sharding
 import PIL.Image
 import typer
 from comparison.report import PLACE, comparison_tables, options_of
-from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
@@ -86,15 +85,55 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
     for folder, title, tables in compared(documents):
         yield Heading(title, 3)
         yield Paragraph(f"From [{folder}]({results}{folder}). {options_of(tables)}")
-        for table in tables:
-            yield Paragraph(f"**{table.title}**: {table.budget}.")
-            yield details(table, idle_speed)
+        yield from score_tables(tables, documents)
 
 
-def idle_speed(table: ScoreTable, row: Row) -> dict[str, str]:
-    """Speed and memory as the runs measured them; no speed if the machine was busy with something else."""
-    idle = all(was_idle(run.document) for run in [*row.runs, *table.rows[0].runs])
-    return run_speed(table, row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})
+def scores(documents: Documents, results: str) -> Iterator[Block]:
+    """All tasks at a glance, of the comparisons that the README shows."""
+    for folder, title, tables in compared(documents):
+        if folder in COMPARED:
+            yield Paragraph(f"**{title}**, measured on {tables[0].first.machine} per process:")
+            yield overview(tables)
+
+
+def evaluations(documents: Documents, results: str) -> Iterator[Block]:
+    """Models that were evaluated without a comparison: a table for each model, task and budget."""
+    tasks = {name: each for name, each in documents.items() if each["kind"] == "task" and PLACE not in each}
+    found = [parse_result(document, name) for name, document in tasks.items()]
+    yield from score_tables(make_tables(found, lambda result: result.task), documents)
+
+
+def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Block]:
+    """Budget, then score, speed and memory in one row for each attention.
+
+    Speed and memory are those of `hf-rfattn bench model` at the same length where it has measured the model: all kinds
+    of attention in turn, on an idle machine. Otherwise they are those of the runs, without speed if the machine was
+    busy.
+    """
+    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
+    for document in documents.values():
+        for cell in document["cells"] if document["kind"] == "bench model" else ():
+            label = labels(document).get(cell["attention"], SOFTMAX)
+            benched.setdefault((document["model"]["name"], cell["length"], label), {})[cell["training"]] = cell
+
+    def speed(table: ScoreTable, row: Row) -> dict[str, str]:
+        model, length = table.first.model, table.first.budget.get("max_length")
+        if (model, length, SOFTMAX) not in benched:
+            idle = all(was_idle(run.document) for run in [*row.runs, *table.rows[0].runs])
+            return run_speed(table, row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})
+        passes = benched.get((model, length, row.attention), {})
+        cells = [passes.get(training) for training in ((False, True) if "steps" in table.first.budget else (False,))]
+        over = (times(cell and cell["speed_over_softmax"]) for cell in cells)
+        memory = cells[-1] and cells[-1]["step_bytes"]
+        return {
+            "samples/s": number(cells[0]["samples_per_second"], 3) if cells[0] else DASH,
+            **dict(zip(("over softmax", "training over softmax"), over, strict=False)),
+            "memory": in_bytes(memory) if memory else DASH,
+        }
+
+    for table in tables:
+        yield Paragraph(f"**{table.title}**: {table.budget}.")
+        yield details(table, speed)
 
 
 def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
@@ -109,51 +148,6 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
     yield predicted.table()
 
 
-def scores(documents: Documents, results: str) -> Iterator[Block]:
-    """All tasks at a glance, of the comparisons that the README shows."""
-    for folder, title, tables in compared(documents):
-        if folder in COMPARED:
-            yield Paragraph(f"**{title}**, measured on {tables[0].first.machine} per process:")
-            yield overview(tables)
-
-
-def evaluations(documents: Documents, results: str) -> Iterator[Block]:
-    """Models that were evaluated without a comparison: a table for each model, task and budget.
-
-    Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
-    all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
-    idle.
-    """
-    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
-    for document in documents.values():
-        if document["kind"] == "bench model":
-            labels = {name: attention_label(config) for name, config in document["attention"].items()}
-            for cell in document["cells"]:
-                key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
-                benched.setdefault(key, {})[cell["training"]] = cell
-
-    def speed(table: ScoreTable, row: Row) -> dict[str, str]:
-        run = row.runs[0]
-        length = run.budget.get("max_length")
-        if (run.model, length, SOFTMAX) not in benched:
-            return idle_speed(table, row)
-        passes = benched.get((run.model, length, row.attention), {})
-        cells = [passes.get(training) for training in (False, True)[: 2 if "steps" in run.budget else 1]]
-        memory = cells[-1] and cells[-1]["step_bytes"]
-        over = (times(cell and cell["speed_over_softmax"]) for cell in cells)
-        return {
-            "samples/s": number(cells[0]["samples_per_second"], 3) if cells[0] else DASH,
-            **dict(zip(("over softmax", "training over softmax"), over, strict=False)),
-            "memory": in_bytes(memory) if memory else DASH,
-        }
-
-    tasks = {name: each for name, each in documents.items() if each["kind"] == "task" and PLACE not in each}
-    found = [parse_result(document, name) for name, document in tasks.items()]
-    for table in make_tables(found, lambda result: result.task):
-        yield Paragraph(f"**{table.title}**: {table.budget}.")
-        yield details(table, speed)
-
-
 def retrieval(documents: Documents, results: str) -> Iterator[Block]:
     """The evaluations of one embedding model, whose speed was measured too."""
     pattern = re.compile(r"embeddings/(minilm_\d+_|speed_)")
@@ -161,32 +155,45 @@ def retrieval(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
-    """Decoders by context length, a table for each model, data set and number of tokens.
+    """Decoders by context length, a table for each model, data set, dtype and number of tokens.
 
-    A model that was trained is named after its base, a comma, and how it was trained. Of several measurements of one
-    row, that of the most repetitions counts; speed is left out if there were fewer than the recipe makes.
+    A model that was trained is named after its base, a comma, and how it was trained. All speeds at a length are those
+    of one run, the one of most repetitions with softmax in it.
     """
-    tables: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    tables: dict[tuple[str, str, str], Documents] = {}
     for name, document in documents.items():
         if document["kind"] == "bench lm":
-            key = document["model"].partition(", ")[0], document["dataset"]["name"], document["tokens"]
+            key = document["model"].partition(", ")[0], document["dataset"]["name"], document.get("dtype", "float32")
             tables.setdefault(key, {})[name] = document
-    for (base, data, tokens), found in tables.items():
-        cells: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for (base, data, dtype), found in tables.items():
+        speeds: dict[int, dict[str, dict[str, Any]]] = {}
         for document in sorted(found.values(), key=lambda each: each["repetitions"]):
-            trained = document["model"].removeprefix(base)
-            for cell in document["cells"]:
-                label = attention_label(document["attention"][cell["attention"]]) + trained
-                own = {"attention": label, "measured": document["repetitions"] >= REPETITIONS}
-                cells[label, cell["stage"], cell["length"]] = cell | own
-        rows = sorted(cells.values(), key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
-        table = context_table(rows, "")
-        for row, cell in zip(table.rows, rows, strict=True):
-            if not cell["measured"]:
-                row[4:6] = ["–", "–"]
-        yield Paragraph(f"**{base}** on {tokens:,} tokens of {data}, {measured_on(next(iter(found.values())))}:")
-        yield table
+            timed = [(labels(document)[cell["attention"]], cell) for cell in document["cells"] if "cache_bytes" in cell]
+            for length in {cell["length"] for label, cell in timed if label == SOFTMAX}:
+                speeds[length] = {label: cell for label, cell in timed if cell["length"] == length}
+        for tokens in sorted({document["tokens"] for document in found.values()} - {0}):
+            cells = []
+            for document in found.values():
+                trained = document["model"].removeprefix(f"{base}, ") if document["model"] != base else None
+                for cell in document["cells"] if document["tokens"] == tokens else ():
+                    label, length = labels(document)[cell["attention"]], cell["length"]
+                    score = {"stage": trained or cell["stage"], "metrics": cell["metrics"]}
+                    cells.append(
+                        {**speeds.get(length, {}).get(label, {}), "attention": label, "length": length, **score}
+                    )
+            cells.sort(key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
+            about = measured_on(next(iter(found.values())))
+            yield Paragraph(
+                f"**{base}** in {dtype}, {about}: perplexity on {tokens:,} tokens of {data} by stage, speed and cache. "
+                "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
+            )
+            yield context_table(cells, "")
         yield Paragraph(f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}.")
+
+
+def labels(document: dict[str, Any]) -> dict[str, str]:
+    """The kinds of attention of a run as tables name them."""
+    return {name: attention_label(kind) for name, kind in document["attention"].items()}
 
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:

@@ -1,5 +1,6 @@
 """Score, speed and memory of results that can be compared: tables for cards, comparisons and the README, and a plot."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -69,8 +70,11 @@ class ScoreTable:
         data = " ".join(filter(None, [first.dataset["name"], first.dataset.get("config")]))
         budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
         seeds = sorted({run.seed for row in self.rows for run in row.runs})
+        share = self.metric.value / self.metric.scale if self.metric.scale else 0
+        error = f" (standard error {100 * math.sqrt(share * (1 - share) / self.metric.n):.1f})"
         return (
-            f"{first.model} on {data}, {self.metric.n:,} {unit} of {first.dataset['split']}; {budget}; "
+            f"{first.model} on {data}, {self.metric.n:,} {unit} of {first.dataset['split']}"
+            f"{error if first.main_metric == 'accuracy' else ''}; {budget}; "
             f"seeds {', '.join(map(str, seeds))}; {first.machine}, torch {first.versions['torch']}"
         )
 
