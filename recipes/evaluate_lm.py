@@ -18,9 +18,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from training.data import find_source
-from training.language import load_text, split_blocks, split_windows, tokens_of, window_losses
-from training.loop import as_document
-from training.metrics import perplexity
+from training.evaluation import as_document
+from training.language import load_text, perplexity, split_blocks, split_windows, tokens_of, window_losses
 from training.models import (
     Collator,
     attention_of,
@@ -32,14 +31,13 @@ from training.models import (
 )
 from training.options import CommonOptions, described
 from training.session import RESULT, Session, in_session, run_recipe
-from training.task import TrainingOrder
-from training.teaching import Inputs, model_inputs, transfer, transfer_document
+from training.teaching import model_inputs, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.bench.decode import cache_bytes
 from hf_rfattn.bench.timing import synchroniser
-from hf_rfattn.results import SOFTMAX, STAGES, Metric, Table, in_bytes, print_blocks, rounded, write_result
+from hf_rfattn.results import SOFTMAX, STAGES, Table, in_bytes, print_blocks, rounded, write_result
 
 REPETITIONS = 3  # of the prefill, after one that is not counted
 MEASURED_ON = 2  # blocks on which errors of attention transfer are measured
@@ -68,9 +66,9 @@ class EvaluateOptions(CommonOptions):
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
         super().__post_init__()
-        if self.push_to_hub or self.save_every:
-            raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
-        if not self.lengths or self.lengths[0] <= self.new_tokens + 1:
+        if self.save_every:
+            raise ValueError("This recipe saves no states: leave out --save-every.")
+        if self.lengths[0] <= self.new_tokens + 1:
             raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1.")
         if self.max_length not in (None, self.lengths[-1]):
             raise ValueError("--max-length is the largest of --lengths; leave it out.")
@@ -99,23 +97,20 @@ def measure(session: Session, options: EvaluateOptions) -> None:
     model = read("--model", AutoModelForCausalLM, options.model, dtype=torch.float32)
     model.to(session.accelerator.device).eval()
     choose_length(model, options, options.lengths[-1], tokenizer)
-    source = find_source(options.data, "Salesforce/wikitext", options.data_config, "wikitext", options.data_name)
+    source = find_source(options.data, "Salesforce/wikitext", options.data_config, options.data_name)
     splits = [options.split, *([options.transfer_split] if options.transfer_steps else [])]
     texts = {split: load_text(source, split, column=options.text_column) for split in splits}
     tokens = tokens_of(texts[options.split], tokenizer)[: options.max_tokens]
     if len(tokens) < options.lengths[-1]:
-        raise ValueError(
-            f"There are {len(tokens)} tokens to evaluate on, less than a context of {options.lengths[-1]}."
-        )
-    blocks = None
+        raise ValueError(f"{len(tokens)} tokens to evaluate on are less than a context of {options.lengths[-1]}.")
+    train, measured_on = None, {}
     if options.transfer_steps:  # the last blocks are kept for the errors that are reported
-        stream = tokens_of(texts[options.transfer_split], tokenizer)
+        stream, collate = tokens_of(texts[options.transfer_split], tokenizer), Collator(tokenizer)
         blocks = split_blocks(stream, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
-        if len(blocks) < options.batch_size + MEASURED_ON:
-            raise ValueError(
-                f"The text to learn from has {len(blocks)} block(s); --batch-size {options.batch_size} and "
-                f"{MEASURED_ON} to measure on are needed. Give a smaller --batch-size or --transfer-length."
-            )
+        count = len(blocks) - MEASURED_ON
+        if count < options.batch_size:
+            raise ValueError(f"{len(blocks)} blocks to learn from are too few; give a smaller --batch-size or length.")
+        train, measured_on = blocks.select(range(count)), model_inputs(blocks, collate, [*range(count, len(blocks))])
     session.open_output()
     cells: list[dict[str, Any]] = []
     kinds: dict[str, Any] = {}
@@ -127,20 +122,13 @@ def measure(session: Session, options: EvaluateOptions) -> None:
                 set_attention(model, dataclasses.replace(options, attention=kind))
         name = kind or hf_rfattn.attention_label(attention_of(model))
         kinds[name] = attention_of(model)
-        cells += measure_lengths(session, model, tokens, options, name, STAGES[0])
-        if blocks is not None and mechanism_parameters(model):
-            count, collate = len(blocks) - MEASURED_ON, Collator(tokenizer)
-            done = transfer(
-                session,
-                model,
-                Inputs(blocks, collate, TrainingOrder(count, options.batch_size, options.seed), session.accelerator),
-                steps=options.transfer_steps,
-                learning_rate=options.transfer_learning_rate,
-                measure=model_inputs(blocks, collate, list(range(count, len(blocks)))),
-            )
+        cells += measure_lengths(session, model, tokens, name, STAGES[0])
+        if train is not None and mechanism_parameters(model):
+            rate = options.transfer_learning_rate
+            taught = {"steps": options.transfer_steps, "learning_rate": rate, "measure": measured_on}
+            transfers[name] = transfer_document(transfer(session, model, train, collate, **taught), options.batch_size)
             model.eval()
-            transfers[name] = transfer_document(done, options.batch_size)
-            cells += measure_lengths(session, model, tokens, options, name, STAGES[1])
+            cells += measure_lengths(session, model, tokens, name, STAGES[1])
     found = {
         "attention": kinds,
         "dataset": source.document(", ".join(texts), texts),
@@ -158,30 +146,24 @@ def measure(session: Session, options: EvaluateOptions) -> None:
     session.say(f"Written: {session.output / RESULT}")
 
 
+@torch.no_grad()
 def measure_lengths(
-    session: Session, model: PreTrainedModel, tokens: np.ndarray, options: EvaluateOptions, name: str, stage: str
+    session: Session, model: PreTrainedModel, tokens: np.ndarray, name: str, stage: str
 ) -> list[dict[str, Any]]:
-    """A cell for each context length."""
+    """A cell for each context length; every token but the first is predicted once, from at most `length` - 1 others."""
     cells = []
-    for length in options.lengths:
-        metrics = as_document(score(model, tokens, length))
-        speed = measure_speed(model, tokens[:length], options.new_tokens)
+    for length in session.options.lengths:
+        losses, counts = [], []
+        for row in split_windows(tokens, length):
+            ids = torch.tensor([row["input_ids"]], device=model.device)
+            found = window_losses(model(input_ids=ids, use_cache=False).logits, ids)
+            losses.append(float(found["losses"]))
+            counts.append(int(found["tokens"]))
+        metrics = as_document(perplexity(losses, counts))
+        speed = measure_speed(model, tokens[:length], session.options.new_tokens)
         cells.append({"attention": name, "stage": stage, "length": length, "metrics": metrics, **speed})
         session.say(f"{name}, {stage}, {length} tokens: perplexity {metrics['perplexity']['value']:.4f}")
     return cells
-
-
-@torch.no_grad()
-def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Metric]:
-    """Every token but the first is predicted once, from at most `length` - 1 tokens before it."""
-    losses, counts = [], []
-    for row in split_windows(tokens, length, length - 1):
-        ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
-        found = window_losses(model(input_ids=ids, use_cache=False).logits, labels)
-        losses.append(float(found["losses"]))
-        counts.append(int(found["tokens"]))
-    values = perplexity(losses, counts)
-    return {name: Metric(value, sum(counts), lower_is_better=True) for name, value in values.items()}
 
 
 @torch.no_grad()

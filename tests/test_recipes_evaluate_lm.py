@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from support import sample
 from support.recipes import forget_processes, make_gpt2
-from training import sample
 
 import hf_rfattn
 
@@ -96,7 +96,7 @@ def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lengths": [60], "split": "train", "max_tokens": 60, "data": "sample", "model": "./nowhere"}, "'./nowhere'"),
+        ({"lengths": [60], "split": "train", "max_tokens": 60, "model": "./nowhere"}, "'./nowhere'"),
         ({"split": "dev"}, "split 'dev', cannot be read"),
         ({"text_column": "txt"}, "has no column 'txt'"),
         ({"transfer_steps": 2, "batch_size": 10**6, "attention": "hedgehog"}, "smaller --batch-size"),
@@ -117,7 +117,7 @@ def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
         ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"max_length": 100}, "largest of --lengths"),
         ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "exactly one mechanism"),
-        ({"push_to_hub": "me/it"}, "saves no model"),
+        ({"save_every": 2}, "saves no states"),
     ],
 )
 def test_options(fields, message):

@@ -8,9 +8,9 @@ import finetune_lm
 import finetune_snli
 import pytest
 from support.recipes import forget_processes, run_here
-from training.options import RunOptions
+from training.classification import ClassificationOptions
 
-SNLI = (finetune_snli.SnliTask, RunOptions)
+SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
 
 
