@@ -12,6 +12,7 @@ from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from support import sample
 from support.recipes import forget_processes, run_apart, sample_tokenizer
+from training.messages import script
 from training.retrieval import Retrieval, from_squad, ranking_metrics, read_beir
 
 from hf_rfattn.results import parse_result
@@ -41,7 +42,8 @@ def evaluate(model, output, **fields):
     forget_processes()
     options = recipe.EmbeddingOptions(model=model, output=str(output), **{"batch_size": 4, **fields})
     try:
-        return json.loads(recipe.evaluate_embeddings(options).read_text())
+        with script():
+            return json.loads(recipe.evaluate_embeddings(options).read_text())
     finally:
         forget_processes()
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 from support import sample
 from support.recipes import run_apart, run_here
 from training.classification import ClassificationOptions
-from training.messages import errors_as_messages
+from training.messages import script
 
 SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 4, "batch_size": 8}
@@ -126,7 +126,7 @@ def test_the_command_line(tmp_path):
 
 def test_a_traceback_can_be_asked_for(capsys, monkeypatch):
     def wrong():
-        with errors_as_messages():
+        with script():
             json.loads("{")
 
     with pytest.raises(SystemExit):

@@ -9,6 +9,7 @@ import transformers
 from datasets import Dataset
 from support import sample
 from support.recipes import forget_processes, make_gpt2
+from training.messages import script
 
 import hf_rfattn
 
@@ -32,11 +33,9 @@ def measure(model, data, output, **fields):
     given = {"lengths": LENGTHS, "new_tokens": 3, **fields}
     forget_processes()
     try:
-        return json.loads(
-            evaluate_lm.evaluate(
-                evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
-            ).read_text()
-        )
+        options = evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
+        with script():
+            return json.loads(evaluate_lm.evaluate(options).read_text())
     finally:
         forget_processes()
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from support import sample
 from support.recipes import forget_processes, make_gpt2, run_here
 from training.classification import ClassificationOptions
+from training.messages import script
 from training.session import make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
@@ -55,7 +56,8 @@ def convert(model, data, output, **fields):
     given = {"attention": "hedgehog", "columns": ["premise", "hypothesis"], "steps": 12, "batch_size": 8} | fields
     options = recipe.ConvertOptions(model=model, data=data, output=str(output), **given)
     try:
-        return json.loads(recipe.convert(options).read_text())
+        with script():
+            return json.loads(recipe.convert(options).read_text())
     finally:
         forget_processes()
 
@@ -134,7 +136,7 @@ def test_transfer_within_a_run(bert, tmp_path, monkeypatch):
         step(self, batches)
 
     monkeypatch.setattr(training.run.Training, "_step", breaks)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit):
         train(bert, tmp_path / "torn", **options)
     monkeypatch.setattr(training.run.Training, "_step", step)
     torn, again = train(bert, tmp_path / "torn", **options, resume=True)
@@ -258,8 +260,9 @@ def test_a_conversion_that_is_interrupted_or_whose_state_is_damaged(bert, texts,
         train(self, batch)
 
     monkeypatch.setattr(hf_rfattn.conversion.transfer.Transfer, "train", breaks)
-    with pytest.raises(KeyboardInterrupt, match="with --resume continues"):
+    with pytest.raises(SystemExit):
         convert(bert, texts, tmp_path, save_every=2)
+    assert "with --resume continues" in capsys.readouterr().err
     monkeypatch.undo()
     state = tmp_path / "transfer" / "conversion.pt"
     whole = state.read_bytes()

@@ -43,7 +43,7 @@ from hf_rfattn.results import (
     write_result,
 )
 
-from .messages import errors_as_messages
+from .messages import script
 from .options import CommonOptions, flag, parse_options
 
 RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
@@ -132,9 +132,8 @@ class Session:
 
 def run_recipe(options: type[CommonOptions], run: Callable[[Any], Path], description: str) -> None:
     """The `main` of a recipe: its command line, then its work."""
-    with errors_as_messages():
-        parsed = parse_options(options, description=description)
-    run(parsed)
+    with script():
+        run(parse_options(options, description=description))
 
 
 def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
@@ -142,24 +141,22 @@ def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
 
     `kind`: of the result document. The work calls `Session.open_output`, then on the main process `Session.finish`.
     """
-    output = Path(options.output)
+    output, accelerator = Path(options.output), make_accelerator(options)
+    document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
+    document |= {"model": options.model_name or name_of(options.model or "from scratch")}
+    document |= {"base_license": options.model_license, "command": command(accelerator)}
+    session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
+    if check_output(options):
+        session.say(f"{output / RESULT} is there: this run is finished.")
+        return output / RESULT
+    quiet(accelerator)
     try:
-        with errors_as_messages():
-            accelerator = make_accelerator(options)
-            document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
-            document |= {"model": options.model_name or name_of(options.model or "from scratch")}
-            document |= {"base_license": options.model_license, "command": command(accelerator)}
-            session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
-            if check_output(options):
-                session.say(f"{output / RESULT} is there: this run is finished.")
-            else:
-                quiet(accelerator)
-                work(session)
-                accelerator.wait_for_everyone()
-                accelerator.end_training()
+        work(session)
     except KeyboardInterrupt:
         begun = (output / RUN).exists() and not (output / RESULT).exists()
         raise KeyboardInterrupt("The same command with --resume continues it." if begun else "") from None
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     return output / RESULT
 
 

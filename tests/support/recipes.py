@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import processors
+from training.messages import script
 from training.run import run
 
 from support import sample
@@ -80,7 +81,8 @@ def run_here(task_class, options_class, **fields):
         task = task_class(options_class(**fields))
         if task.options.data == "sample":
             task.options.data = sample.folder(task.name)
-        return json.loads(run(task).read_text())
+        with script():
+            return json.loads(run(task).read_text())
     finally:
         forget_processes()
 
