@@ -16,8 +16,8 @@ from training.language import load_text, split_blocks, tokens_of
 from training.models import Collator, attention_of, choose_length, load_base, load_tokenizer, set_attention
 from training.options import CommonOptions, described
 from training.session import MODEL, TRANSFER, Session, in_session, run_recipe, whole_folder
-from training.task import check_share
-from training.teaching import MODEL_INPUTS, model_inputs, transfer, transfer_document
+from training.task import TrainingOrder, check_share
+from training.teaching import MODEL_INPUTS, model_inputs, shared_batches, transfer, transfer_document
 
 USUAL_LENGTH = 512
 
@@ -33,11 +33,10 @@ class ConvertOptions(CommonOptions):
     max_samples: int | None = described("Number of rows to learn from, the same for every seed.")
 
     steps: int = described("Steps of attention transfer.", 400)
-    batch_size: int = described("Sequences per step, over all processes.", 16)
+    batch_size: int = described("Sequences per step, over all processes.", 8)
     learning_rate: float | None = described("Peak learning rate. Default: that of hf_rfattn.convert.")
     parts: float | None = described("Weight of a second loss, that far fields imitate softmax by themselves.")
-    divergence: float = described("Weight of the divergence of attention weights, on short inputs.", 0.0)
-    patience: int | None = described("Stop training a layer that gains nothing within so many steps.")
+    divergence: float = described("Weight of the divergence of attention weights; quadratic memory.", 0.0)
     save_every: int = described("Steps between states that --resume can continue from.", 100)
 
     def __post_init__(self) -> None:
@@ -84,17 +83,15 @@ def teach(session: Session, options: ConvertOptions) -> None:
         )
     set_attention(model, options)
     session.open_output()
-    collate = Collator(tokenizer)
+    collate, rest = Collator(tokenizer), rows.select(range(batch_size, len(rows)))
     done = transfer(
         session,
         model,
-        rows.select(range(batch_size, len(rows))),
-        collate,
+        shared_batches(session, rest, collate, TrainingOrder(len(rest), batch_size, options.seed)),
         steps=options.steps,
         learning_rate=options.learning_rate,
         parts=options.parts,
         divergence=options.divergence,
-        patience=options.patience,
         measure=model_inputs(rows, collate, list(range(batch_size))),
     )
     if accelerator.is_main_process:

@@ -31,7 +31,8 @@ from training.models import (
 )
 from training.options import CommonOptions, described
 from training.session import RESULT, Session, in_session, run_recipe
-from training.teaching import model_inputs, transfer, transfer_document
+from training.task import TrainingOrder
+from training.teaching import model_inputs, shared_batches, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
@@ -124,9 +125,15 @@ def measure(session: Session, options: EvaluateOptions) -> None:
         kinds[name] = attention_of(model)
         cells += measure_lengths(session, model, tokens, name, STAGES[0])
         if train is not None and mechanism_parameters(model):
-            rate = options.transfer_learning_rate
-            taught = {"steps": options.transfer_steps, "learning_rate": rate, "measure": measured_on}
-            transfers[name] = transfer_document(transfer(session, model, train, collate, **taught), options.batch_size)
+            done = transfer(
+                session,
+                model,
+                shared_batches(session, train, collate, TrainingOrder(count, options.batch_size, options.seed)),
+                steps=options.transfer_steps,
+                learning_rate=options.transfer_learning_rate,
+                measure=measured_on,
+            )
+            transfers[name] = transfer_document(done, options.batch_size)
             model.eval()
             cells += measure_lengths(session, model, tokens, name, STAGES[1])
     found = {

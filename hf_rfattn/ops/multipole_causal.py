@@ -101,12 +101,12 @@ class Context(State):
                 for x in (keys, values)
             )
             exists = torch.arange(block, device=k.device)[:, None] <= slot % block
-            new_summaries = _summaries(block_keys, block_values, exists, block)
+            new_summaries = summarise_blocks(block_keys, block_values, exists, block)
             summaries = [put(x, new, at) for x, new in zip(fields, new_summaries, strict=True)]
         else:
             at = torch.arange(number * block, device=k.device)
             exists = ((at <= rank[:, -1:]) & (at < (number - 1) * block))[:, None, :, None]
-            summaries = _summaries(keys, values, exists, block)
+            summaries = summarise_blocks(keys, values, exists, block)
             if not torch.is_grad_enabled():
                 summaries = [mine.copy_(new) for mine, new in zip(fields, summaries, strict=True)]
         count = rank[:, -1:] + 1
@@ -116,7 +116,7 @@ class Context(State):
         return Context(keys, values, sum_keys, sum_values, radius, count), rank
 
 
-def _summaries(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
+def summarise_blocks(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
     """Sums of keys and of values, and radius (root mean square distance to the mean key) of each block; `exists`
     `[B, 1, S, 1]`.
     """
@@ -169,21 +169,29 @@ def _slab(x: Tensor, rank: Tensor, context: Context, heads: slice, number: int, 
     summaries = (z[:, heads, :number] for z in (context.sum_keys, context.sum_values, context.radius))
     form, keys, values = _gathered, context.keys[:, heads], context.values[:, heads]
     if x.shape[3] > GATHER:
-        form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
+        form, keys, values = masked_attention, *(z[:, :, : number * sizes.block] for z in (keys, values))
     rank = rank.unsqueeze(1).expand(-1, x.shape[2], -1).reshape(x.shape[0], 1, -1)
     out = recompute(form, x.flatten(2, 3), rank, keys, values, *summaries, sizes, scale)
     return out.unflatten(2, x.shape[2:4])
 
 
-def _masked(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """All keys are scored; those that are not exact are hidden."""
+def masked_attention(
+    x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float, held: Tensor | None = None
+) -> Tensor:
+    """All keys are scored; those that are not exact are hidden. `held` `[B, K, S]`: the numbers of the S blocks whose
+    keys are given, if not all are, in ascending order.
+    """
     dtype, c = compute_dtype(x), sizes.block
     x = x.to(dtype) * scale
     scores = x @ (sum_keys / c).mT
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
     bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
+    place = torch.arange(keys.shape[2], device=x.device)
+    if held is not None:
+        bias = bias.gather(3, held.clamp(max=far.shape[3] - 1).unsqueeze(2).expand(-1, -1, x.shape[2], -1))
+        place = (held.unsqueeze(-1) * c + torch.arange(c, device=x.device)).flatten(2).unsqueeze(2)
     bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
-    bias = bias.masked_fill(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
+    bias = bias.masked_fill(place > rank.unsqueeze(-1), -torch.inf)
     near = attend(x, keys.to(dtype), values.to(dtype), bias)
     return merge(near, softmax_of_scores(scores + far, sum_values / c))[0]
 

@@ -52,6 +52,9 @@ class CommonOptions:
         "gave; 'interpolate' stretches it."
     )
     batch_size: int = described("Examples per step, over all processes.", 32)
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = described(
+        "Precision of training and attention transfer. Default: what accelerate's config says."
+    )
     seed: int = described("Random seed.", 0)
     save_every: int | None = described("Steps between states that --resume can continue from.")
     resume: bool = described("Continue from the last state in the output folder, if there is one.", False)
@@ -108,7 +111,6 @@ class RunOptions(CommonOptions):
     warmup: float = described("Steps of warm-up, or a share of all steps if below 1.", 0.06)
     scheduler: Literal["linear", "cosine", "constant"] = described("Learning rate schedule after warm-up.", "linear")
     max_gradient_norm: float = described("Clip gradients to this norm; 0 does not clip.", 1.0)
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = described("Default: what accelerate's config says.")
     gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
 

@@ -30,6 +30,7 @@ from .teaching import (
     make_teacher,
     model_inputs,
     recorded_transfer,
+    shared_batches,
     transfer,
     transfer_document,
     without_adapters,
@@ -138,10 +139,8 @@ class Training:
             done = transfer(
                 session,
                 self.model,
-                self.prepared.train,
-                self.prepared.collate,
+                shared_batches(session, self.prepared.train, self.prepared.collate, self.order),
                 measure=self.few,
-                order=self.order,
                 steps=options.transfer_steps,
                 learning_rate=options.transfer_learning_rate,
             )

@@ -1,7 +1,7 @@
 """Learning from softmax: attention transfer before training, distillation and LoRA in it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +30,25 @@ def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[st
     return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
 
 
+def shared_batches(session: Session, rows: Dataset, collate: Collate, order: TrainingOrder) -> Iterator[dict[str, Any]]:
+    """The share of this process of all examples, batch after batch without end and without labels."""
+    rank, processes = session.accelerator.process_index, session.accelerator.num_processes
+    for batch in order.batches(0):
+        yield model_inputs(rows, collate, batch[rank::processes])
+
+
 def transfer(
-    session: Session,
-    model: PreTrainedModel,
-    rows: Dataset,
-    collate: Collate,
-    order: TrainingOrder | None = None,
-    **arguments: Any,
+    session: Session, model: PreTrainedModel, batches: Iterable[Any], **arguments: Any
 ) -> hf_rfattn.Conversion:
-    """Teach the mechanisms of a patched model on rows; an interrupted run continues.
+    """Teach the mechanisms of a patched model; an interrupted run continues.
 
-    Processes share each batch. Further arguments are those of `hf_rfattn.convert`; None is its default.
+    Arguments are those of `hf_rfattn.convert`; None is its default.
     """
-    options, accelerator = session.options, session.accelerator
-    order = order or TrainingOrder(len(rows), options.batch_size, options.seed)
-
-    def share() -> Iterator[dict[str, Any]]:
-        for batch in order.batches(0):
-            yield model_inputs(rows, collate, batch[accelerator.process_index :: accelerator.num_processes])
-
     given = {name: value for name, value in arguments.items() if value is not None}
-    if options.save_every:
-        given |= {"checkpoint": session.output / TRANSFER, "save_every": options.save_every}
-    done = hf_rfattn.convert(model, None, share(), **given)
+    if session.options.save_every:
+        given |= {"checkpoint": session.output / TRANSFER, "save_every": session.options.save_every}
+    with session.accelerator.autocast():
+        done = hf_rfattn.convert(model, None, inputs, **given)
     session.say(str(done))
     return done
 
@@ -68,12 +64,12 @@ def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, 
 
 
 def recorded_transfer(model: str | None) -> dict[str, Any] | None:
-    """What `convert.py` has written about the model, if that is where it comes from."""
-    path = Path(model or "") / RESULTS / f"{TRANSFER}.json"
-    if not path.exists():
-        return None
-    document = json.loads(path.read_text(encoding="utf-8"))
-    return {**document["transfer"], "dataset": document["dataset"]}
+    """What is written about attention transfer in the model's folder by the recipe that it comes from."""
+    for path in sorted((Path(model or "") / RESULTS).glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document.get("transfer"):
+            return {**document["transfer"], "dataset": document["dataset"]}
+    return None
 
 
 class Teacher:
