@@ -10,6 +10,7 @@ import finetune_squad
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from support import sample
 from support.recipes import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_here, sample_tokenizer
 
@@ -220,3 +221,35 @@ def test_sample_needs_attention(kind, bert, gpt2, tmp_path):
         guess = {"classification": 1 / 3, "answers": 25.0}[kind]
         assert softmax > 0.95 * found["softmax"]["metrics"][metric]["scale"]
         assert average < 1.3 * guess
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_pooling(bert, tmp_path, pooling):
+    """The head reads what --pooling says, without padding; the recipe that continues from the model does the same."""
+    options = {"pooling": pooling, "data": sample.folder("sst2"), "max_train_samples": 16, "max_eval_samples": 4}
+    task = finetune_glue.GlueTask(finetune_glue.GlueOptions(model=bert, **options))
+    prepared = task.prepare()
+    model = prepared.model.eval()
+    row = prepared.evaluation["validation"][0]
+    short = {name: cells[:5] if isinstance(cells, list) else cells for name, cells in row.items()}
+    batch = prepared.collate([short, row])
+    with torch.no_grad():
+        hidden = model.bert(**{k: v for k, v in batch.items() if k != "labels"}).last_hidden_state
+        expected = hidden[0, 0] if pooling == "cls" else hidden[0, :5].mean(0)
+        torch.testing.assert_close(model(**batch).logits[0], model.classifier(expected))
+    trained = run_here(*GLUE, model=bert, output=str(tmp_path / "a"), max_steps=2, batch_size=4, **options)
+    options["pooling"] = None
+    again = run_here(
+        *GLUE, model=str(tmp_path / "a" / "model"), output=str(tmp_path / "b"), evaluate_first=True, max_steps=1,
+        batch_size=4, **options,
+    )  # fmt: skip
+    assert again["history"][0]["metrics"] == trained["metrics"]
+    assert not any("pooler" in name for name in load_file(tmp_path / "b" / "model" / "model.safetensors"))
+
+
+def test_pooling_needs_a_pooler(gpt2):
+    options = finetune_glue.GlueOptions(model=gpt2, data=sample.folder("sst2"), pooling="mean", max_train_samples=4)
+    with pytest.raises(ValueError, match="GPT2ForSequenceClassification has no pooler"):
+        finetune_glue.GlueTask(options).prepare()
+    with pytest.raises(ValueError, match="needs whole sequences"):
+        finetune_glue.GlueOptions(model=gpt2, pooling="mean", sequence_parallel=2)

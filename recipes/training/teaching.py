@@ -37,9 +37,7 @@ def shared_batches(session: Session, rows: Dataset, collate: Collate, order: Tra
         yield model_inputs(rows, collate, batch[rank::processes])
 
 
-def transfer(
-    session: Session, model: PreTrainedModel, batches: Iterable[Any], **arguments: Any
-) -> hf_rfattn.Conversion:
+def transfer(session: Session, model: PreTrainedModel, inputs: Iterable[Any], **arguments: Any) -> hf_rfattn.Conversion:
     """Teach the mechanisms of a patched model; an interrupted run continues.
 
     Arguments are those of `hf_rfattn.convert`; None is its default.
