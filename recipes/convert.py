@@ -7,16 +7,14 @@ accelerate launch recipes/finetune_snli.py --model converted/model
 import training.messages  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from training.data import check_texts, find_source, take
 from training.language import load_text, split_blocks, tokens_of
 from training.models import Collator, attention_of, choose_length, load_base, load_tokenizer, set_attention
 from training.options import CommonOptions, described
-from training.session import MODEL, TRANSFER, Session, in_session, run_recipe, whole_folder
-from training.task import TrainingOrder, check_share
+from training.session import MODEL, TRANSFER, Session, run_recipe, whole_folder
+from training.task import check_share
 from training.teaching import MODEL_INPUTS, model_inputs, shared_batches, transfer, transfer_document
 
 USUAL_LENGTH = 512
@@ -47,12 +45,8 @@ class ConvertOptions(CommonOptions):
             raise ValueError("--columns names one column, or two for pairs; --join takes one.")
 
 
-def convert(options: ConvertOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "transfer", partial(teach, options=options))
-
-
-def teach(session: Session, options: ConvertOptions) -> None:
+def convert(session: Session) -> None:
+    options = session.options
     accelerator, batch_size = session.accelerator, options.batch_size
     check_share(batch_size, accelerator.num_processes, 1)
     tokenizer = load_tokenizer(options)
@@ -83,16 +77,16 @@ def teach(session: Session, options: ConvertOptions) -> None:
         )
     set_attention(model, options)
     session.open_output()
-    collate, rest = Collator(tokenizer), rows.select(range(batch_size, len(rows)))
+    collate = Collator(tokenizer)
     done = transfer(
         session,
         model,
-        shared_batches(session, rest, collate, TrainingOrder(len(rest), batch_size, options.seed)),
+        shared_batches(session, rows.select(range(batch_size, len(rows))), collate),
+        model_inputs(rows, collate, list(range(batch_size))),
         steps=options.steps,
         learning_rate=options.learning_rate,
         parts=options.parts,
         divergence=options.divergence,
-        measure=model_inputs(rows, collate, list(range(batch_size))),
     )
     if accelerator.is_main_process:
         with whole_folder(session.output / MODEL) as folder:
@@ -108,4 +102,4 @@ def teach(session: Session, options: ConvertOptions) -> None:
 
 
 if __name__ == "__main__":
-    run_recipe(ConvertOptions, convert, __doc__)
+    run_recipe(ConvertOptions, "transfer", convert, __doc__)

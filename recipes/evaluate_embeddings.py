@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,7 +33,7 @@ from training.models import (
 )
 from training.options import SEQUENCE_PARALLEL, CommonOptions, described
 from training.retrieval import CUT, Retrieval, from_squad, ranking_metrics, read_beir
-from training.session import MODEL, Session, in_session, run_recipe, whole_folder
+from training.session import MODEL, Session, run_recipe, whole_folder
 from training.task import TrainingOrder, check_share
 from training.teaching import (
     MODEL_INPUTS,
@@ -89,12 +88,8 @@ class EmbeddingOptions(CommonOptions):
             raise ValueError("--document-tokens, --max-documents and --max-queries are for retrieval.")
 
 
-def evaluate_embeddings(options: EmbeddingOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "task", partial(evaluate, options=options))
-
-
-def evaluate(session: Session, options: EmbeddingOptions) -> None:
+def evaluate(session: Session) -> None:
+    options = session.options
     started, accelerator = time.perf_counter(), session.accelerator
     check_share(options.batch_size, accelerator.num_processes, 1)
     encoder = load_encoder(options, accelerator.device)
@@ -180,14 +175,8 @@ def teach(session: Session, encoder: Any, data: Retrieval | Dataset, length: int
         batches: Iterable[Any] = (batch for some in short for batch in (next(documents), next(documents), some))
     else:
         rows, batches = encode(data[PAIR[0]][:] + data[PAIR[1]][:], size)
-    done = transfer(
-        session,
-        model_inside(encoder),
-        batches,
-        steps=options.transfer_steps,
-        learning_rate=options.transfer_learning_rate,
-        measure=model_inputs(rows, collate, list(range(min(size, len(rows))))),
-    )
+    few = model_inputs(rows, collate, list(range(min(size, len(rows)))))
+    done = transfer(session, model_inside(encoder), batches, few)
     return {**transfer_document(done, size), "max_length": length}
 
 
@@ -293,4 +282,4 @@ def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[
 
 
 if __name__ == "__main__":
-    run_recipe(EmbeddingOptions, evaluate_embeddings, __doc__)
+    run_recipe(EmbeddingOptions, "task", evaluate, __doc__)

@@ -9,8 +9,6 @@ import dataclasses
 import statistics
 import time
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +28,7 @@ from training.models import (
     set_attention,
 )
 from training.options import CommonOptions, described
-from training.session import RESULT, Session, in_session, run_recipe
-from training.task import TrainingOrder
+from training.session import RESULT, Session, run_recipe
 from training.teaching import model_inputs, shared_batches, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -86,12 +83,8 @@ class EvaluateOptions(CommonOptions):
         return [None] if self.attention is None else list(dict.fromkeys(self.attention.split(",")))
 
 
-def evaluate(options: EvaluateOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "bench lm", partial(measure, options=options))
-
-
-def measure(session: Session, options: EvaluateOptions) -> None:
+def evaluate(session: Session) -> None:
+    options = session.options
     if session.accelerator.num_processes > 1:
         raise ValueError("evaluate_lm.py measures speed and runs in one process; start it with python.")
     tokenizer = load_tokenizer(options)
@@ -125,14 +118,7 @@ def measure(session: Session, options: EvaluateOptions) -> None:
         kinds[name] = attention_of(model)
         cells += measure_lengths(session, model, tokens, name, STAGES[0])
         if train is not None and mechanism_parameters(model):
-            done = transfer(
-                session,
-                model,
-                shared_batches(session, train, collate, TrainingOrder(count, options.batch_size, options.seed)),
-                steps=options.transfer_steps,
-                learning_rate=options.transfer_learning_rate,
-                measure=measured_on,
-            )
+            done = transfer(session, model, shared_batches(session, train, collate), measured_on)
             transfers[name] = transfer_document(done, options.batch_size)
             model.eval()
             cells += measure_lengths(session, model, tokens, name, STAGES[1])
@@ -223,4 +209,4 @@ def table(cells: list[dict[str, Any]], title: str) -> Table:
 
 
 if __name__ == "__main__":
-    run_recipe(EvaluateOptions, evaluate, __doc__)
+    run_recipe(EvaluateOptions, "bench lm", evaluate, __doc__)

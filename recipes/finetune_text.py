@@ -70,10 +70,13 @@ class OwnTextTask(ClassificationTask):
             for column in (*texts, options.label_column):  # an empty cell of a CSV file holds None
                 check_cells(rows, column, lambda cell: cell is not None and str(cell).strip() != "", "filled in")
             parts[name] = rows.rename_columns({options.label_column: "label"})
-        labels = label_names(parts["train"], options)
-        metrics = ("f1_macro", "accuracy") if labels else CORRELATIONS
-        self.text_task = TextTask(texts, labels, metrics, (split,))
-        parts = {name: with_numbers(rows, labels) for name, rows in parts.items()}
+        kind = label_type(parts["train"], options)
+        labels = tuple(kind.names) if isinstance(kind, ClassLabel) else ()
+        self.text_task = TextTask(texts, labels, ("f1_macro", "accuracy") if labels else CORRELATIONS, (split,))
+        for name, rows in parts.items():
+            if labels and rows.features["label"] != kind:
+                rows = rows.cast_column("label", Value("string"))
+            parts[name] = rows.cast_column("label", kind)
         if options.eval_share is not None:
             halves = parts["train"].train_test_split(test_size=options.eval_share, seed=SUBSET_SEED)
             parts = {"train": halves["train"].flatten_indices(), split: halves["test"].flatten_indices()}
@@ -89,34 +92,20 @@ class OwnTextTask(ClassificationTask):
         return found
 
 
-def label_names(train: Dataset, options: TextOptions) -> tuple[str, ...]:
-    """The classes in the order of their numbers; none for regression."""
+def label_type(train: Dataset, options: TextOptions) -> ClassLabel | Value:
+    """Classes in the order of their numbers, or scores for regression."""
     kind, labels = train.features["label"], train["label"][:]
     if options.problem == "regression" or (options.problem is None and isinstance(labels[0], float)):
-        return ()
+        return Value("float64")
     if isinstance(kind, ClassLabel):
-        return tuple(kind.names)
-    names = tuple(map(str, sorted(set(labels))))
+        return kind
+    names = list(map(str, sorted(set(labels))))
     if len(names) < 2 or len(names) == len(labels) > 2:
         raise ValueError(
             f"{len(labels)} examples have {len(names)} different labels. Is {options.label_column!r} the column of the "
             "labels? For scores, give --problem regression."
         )
-    return names
-
-
-def with_numbers(rows: Dataset, names: tuple[str, ...]) -> Dataset:
-    """Labels as the numbers of their classes, or as scores."""
-    if not names:
-        check_cells(rows, "label", lambda label: isinstance(label, (int, float)), "a number")
-        return rows.cast_column("label", Value("float64"))
-    kind, numbers = rows.features["label"], {name: number for number, name in enumerate(names)}
-    labels = [kind.int2str(label) if isinstance(kind, ClassLabel) else str(label) for label in rows["label"]]
-    if unknown := sorted(set(labels) - numbers.keys()):
-        raise ValueError(
-            f"Split {rows.split}: the label {unknown[0]!r} is not one of the training examples' {names[:9]}."
-        )
-    return rows.remove_columns("label").add_column("label", [numbers[label] for label in labels])
+    return ClassLabel(names=names)
 
 
 if __name__ == "__main__":

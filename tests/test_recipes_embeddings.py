@@ -14,6 +14,7 @@ from support import sample
 from support.recipes import forget_processes, run_apart, sample_tokenizer
 from training.messages import script
 from training.retrieval import Retrieval, from_squad, ranking_metrics, read_beir
+from training.session import in_session
 
 from hf_rfattn.results import parse_result
 
@@ -43,7 +44,7 @@ def evaluate(model, output, **fields):
     options = recipe.EmbeddingOptions(model=model, output=str(output), **{"batch_size": 4, **fields})
     try:
         with script():
-            return json.loads(recipe.evaluate_embeddings(options).read_text())
+            return json.loads(in_session(options, "task", recipe.evaluate).read_text())
     finally:
         forget_processes()
 

@@ -10,6 +10,7 @@ from datasets import Dataset
 from support import sample
 from support.recipes import forget_processes, make_gpt2
 from training.messages import script
+from training.session import in_session
 
 import hf_rfattn
 
@@ -35,7 +36,7 @@ def measure(model, data, output, **fields):
     try:
         options = evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
         with script():
-            return json.loads(evaluate_lm.evaluate(options).read_text())
+            return json.loads(in_session(options, "bench lm", evaluate_lm.evaluate).read_text())
     finally:
         forget_processes()
 

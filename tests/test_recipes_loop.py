@@ -17,7 +17,7 @@ from training.classification import ClassificationOptions
 from training.models import mechanism_parameters
 from training.optimizer import make_optimizer, rate_factor
 from training.options import RunOptions
-from training.session import Session
+from training.session import Session, in_session
 
 import hf_rfattn
 
@@ -193,7 +193,7 @@ def test_tensorboard(bert, tmp_path):
     )
     forget_processes()
     options.data = sample.folder("rte")
-    training.run.run(finetune_glue.GlueTask(options))
+    in_session(options, "task", lambda session: training.run.train(session, finetune_glue.GlueTask(options)))
     forget_processes()
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.*") if path.parent.name == "hf-rfattn"}
     events = EventAccumulator(str(folder)).Reload()

@@ -9,6 +9,7 @@ import finetune_snli
 import pytest
 from support.recipes import forget_processes, run_here
 from training.classification import ClassificationOptions
+from training.session import in_session
 
 SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
@@ -39,7 +40,7 @@ def test_folders_of_others_are_refused(bert, tmp_path, capsys, how):
     forget_processes()
     options = convert_recipe.ConvertOptions(model=bert, attention="hedgehog", output=str(tmp_path), **how)
     with pytest.raises(ValueError, match="is not empty and was not written by a recipe"):
-        convert_recipe.convert(options)
+        in_session(options, "transfer", convert_recipe.convert)
     assert listing(tmp_path) == before
 
 

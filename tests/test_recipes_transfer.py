@@ -17,7 +17,7 @@ from support import sample
 from support.recipes import forget_processes, make_gpt2, run_here
 from training.classification import ClassificationOptions
 from training.messages import script
-from training.session import make_accelerator
+from training.session import in_session, make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
 import hf_rfattn
@@ -57,7 +57,7 @@ def convert(model, data, output, **fields):
     options = recipe.ConvertOptions(model=model, data=data, output=str(output), **given)
     try:
         with script():
-            return json.loads(recipe.convert(options).read_text())
+            return json.loads(in_session(options, "transfer", recipe.convert).read_text())
     finally:
         forget_processes()
 

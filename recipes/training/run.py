@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from .evaluation import evaluate, evaluation_loaders, peak_memory
 from .models import attention_of, mechanism_parameters, set_attention
 from .optimizer import make_optimizer, rate_factor
 from .options import RunOptions
-from .session import MODEL, PARTIAL, STATES, Session, in_session, run_recipe, whole_folder
+from .session import MODEL, PARTIAL, STATES, Session, run_recipe, whole_folder
 from .task import Task, TrainingOrder, check_share
 from .teaching import (
     add_adapters,
@@ -44,19 +43,15 @@ WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 
 def main(task: type[Task], options: type[RunOptions], description: str) -> None:
     """The `main` of a recipe."""
-    run_recipe(options, lambda parsed: run(task(parsed)), description)
+    run_recipe(options, "task", lambda session: train(session, task(session.options)), description)
 
 
-def run(task: Task) -> Path:
-    """Check, train, keep the model, write the result file; returns its path."""
-
-    def work(session: Session) -> None:
-        training = Training(session, task)
-        training.start()
-        training.loop()
-        training.finish()
-
-    return in_session(task.options, "task", work)
+def train(session: Session, task: Task) -> None:
+    """Check, train, keep the model, write the result file."""
+    training = Training(session, task)
+    training.start()
+    training.loop()
+    training.finish()
 
 
 @dataclass
@@ -136,15 +131,8 @@ class Training:
         self.model.to(accelerator.device)
         self._evaluate_stage(0, fresh=state is None)
         if options.transfer_steps:
-            done = transfer(
-                session,
-                self.model,
-                shared_batches(session, self.prepared.train, self.prepared.collate, self.order),
-                measure=self.few,
-                steps=options.transfer_steps,
-                learning_rate=options.transfer_learning_rate,
-            )
-            self.transfer = transfer_document(done, options.batch_size)
+            batches = shared_batches(session, self.prepared.train, self.prepared.collate, self.order)
+            self.transfer = transfer_document(transfer(session, self.model, batches, self.few), options.batch_size)
             self._evaluate_stage(1, fresh=state is None)
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

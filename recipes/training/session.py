@@ -130,13 +130,13 @@ class Session:
             shutil.rmtree(self.output / name, ignore_errors=True)
 
 
-def run_recipe(options: type[CommonOptions], run: Callable[[Any], Path], description: str) -> None:
-    """The `main` of a recipe: its command line, then its work."""
+def run_recipe(options: type[CommonOptions], kind: str, work: Callable[[Session], None], description: str) -> None:
+    """The `main` of a recipe: its command line, then its work in a session."""
     with script():
-        run(parse_options(options, description=description))
+        in_session(parse_options(options, description=description), kind, work)
 
 
-def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
+def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path:
     """Do the work of a recipe, unless its folder holds the result already; returns the path of that.
 
     `kind`: of the result document. The work calls `Session.open_output`, then on the main process `Session.finish`.

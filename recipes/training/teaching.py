@@ -30,23 +30,31 @@ def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[st
     return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
 
 
-def shared_batches(session: Session, rows: Dataset, collate: Collate, order: TrainingOrder) -> Iterator[dict[str, Any]]:
+def shared_batches(
+    session: Session, rows: Dataset, collate: Collate, order: TrainingOrder | None = None
+) -> Iterator[dict[str, Any]]:
     """The share of this process of all examples, batch after batch without end and without labels."""
+    order = order or TrainingOrder(len(rows), session.options.batch_size, session.options.seed)
     rank, processes = session.accelerator.process_index, session.accelerator.num_processes
     for batch in order.batches(0):
         yield model_inputs(rows, collate, batch[rank::processes])
 
 
-def transfer(session: Session, model: PreTrainedModel, inputs: Iterable[Any], **arguments: Any) -> hf_rfattn.Conversion:
+def transfer(
+    session: Session, model: PreTrainedModel, inputs: Iterable[Any], measure: Mapping[str, Any], **arguments: Any
+) -> hf_rfattn.Conversion:
     """Teach the mechanisms of a patched model; an interrupted run continues.
 
-    Arguments are those of `hf_rfattn.convert`; None is its default.
+    Further arguments are those of `hf_rfattn.convert`, by default what the options of the recipe say.
     """
+    options = session.options
+    if not arguments:
+        arguments = {"steps": options.transfer_steps, "learning_rate": options.transfer_learning_rate}
     given = {name: value for name, value in arguments.items() if value is not None}
-    if session.options.save_every:
-        given |= {"checkpoint": session.output / TRANSFER, "save_every": session.options.save_every}
+    if options.save_every:
+        given |= {"checkpoint": session.output / TRANSFER, "save_every": options.save_every}
     with session.accelerator.autocast():
-        done = hf_rfattn.convert(model, None, inputs, **given)
+        done = hf_rfattn.convert(model, None, inputs, measure=measure, **given)
     session.say(str(done))
     return done
 

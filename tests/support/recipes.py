@@ -11,7 +11,8 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import processors
 from training.messages import script
-from training.run import run
+from training.run import train
+from training.session import in_session
 
 from support import sample
 from support.word_tokenizers import word_level
@@ -82,7 +83,7 @@ def run_here(task_class, options_class, **fields):
         if task.options.data == "sample":
             task.options.data = sample.folder(task.name)
         with script():
-            return json.loads(run(task).read_text())
+            return json.loads(in_session(task.options, "task", lambda session: train(session, task)).read_text())
     finally:
         forget_processes()
 
