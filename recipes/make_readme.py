@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
 COMPARED = ("transfer", "stories")  # comparisons that the README shows
+WITH_SPEED = ("long_reviews",)  # comparisons whose models `bench model` has timed: shown with the evaluations
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer: speed over softmax", ops),
@@ -74,8 +75,9 @@ def summaries(documents: Documents) -> dict[str, dict[str, Any]]:
     """The comparison in each folder that holds one."""
     folders: dict[str, list[TaskResult]] = {}
     for name, document in documents.items():
-        if KIND in document:
-            folders.setdefault(name.rpartition("/")[0], []).append(parse_result(document, name))
+        folder = name.rpartition("/")[0]
+        if KIND in document and folder not in WITH_SPEED:
+            folders.setdefault(folder, []).append(parse_result(document, name))
     return {folder: summarise(results) for folder, results in folders.items()}
 
 
@@ -108,7 +110,7 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
-    """Models that were evaluated without a comparison: a table for each model, task and budget.
+    """Models that were evaluated without a comparison, or timed by themselves: a table for each model, task and budget.
 
     Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
     all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
@@ -117,7 +119,7 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     groups: dict[str, list[TaskResult]] = {}
     benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
     for name, document in documents.items():
-        if document["kind"] == "task" and KIND not in document:
+        if document["kind"] == "task" and (KIND not in document or name.rpartition("/")[0] in WITH_SPEED):
             result = parse_result(document, name)
             groups.setdefault(result.measured_on, []).append(result)
         elif document["kind"] == "bench model":
@@ -132,6 +134,8 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
         for label, own in _rows(group).items():
             score, base = (over_seeds(r.metrics[r.main_metric].value for r in rs) for rs in (own, softmax))
             row = [label, rate(score, 4), percent(score["mean"] / base["mean"] if softmax else None)]
+            if trained:
+                row.insert(2, number(own[0].metrics[own[0].main_metric].standard_error, 2))
             passes = benched.get((first.model, length, attention_label(own[0].attention)))
             if passes and False in passes:
                 cells = [passes[False], *([passes[True]] if trained and True in passes else [])]
@@ -150,7 +154,8 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
         budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
         yield Paragraph(f"**{first.model}, {first.task}** ({budget}), on {measured_on(dict(first.document))}:")
         over = ["inference over softmax", "training over softmax"] if trained else ["over softmax"]
-        headings = ["attention", first.main_metric.replace("_", " "), "of softmax", "samples/s", *over, "memory"]
+        scored = [first.main_metric.replace("_", " "), *(["standard error"] if trained else [])]
+        headings = ["attention", *scored, "of softmax", "samples/s", *over, "memory"]
         yield Table("", headings, rows)
 
 

@@ -147,7 +147,7 @@ class MultipoleAttention(Mechanism):
     def new_state(self, batch, value_dim, dtype, device, length=0):
         like = torch.empty((), dtype=dtype, device=device)
         block = self._causal_sizes().block
-        return Context.new(batch, self.num_kv_heads, self.head_dim, value_dim, length, block, like)
+        return Context.new(batch, self.num_kv_heads, self.head_dim, value_dim, length, block, like, fixed=length > 0)
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask, context=state)

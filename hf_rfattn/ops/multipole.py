@@ -200,7 +200,8 @@ def _by_fused_kernels(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: floa
     key_bias = None if bias is None else bias.flatten(0, 1)
     near = fused.attend(batch(tiles), batch(near_y), batch(near_u), scale=scale, key_bias=key_bias)
     x, mean_y, mean_u = (z.unsqueeze(1).to(dtype) for z in (tiles.flatten(1, 2), blocks.mean_y, blocks.mean_u))
-    far = fused.attend(x, mean_y, mean_u, scale=scale, tile_bias=blocks.far_bias(chosen).squeeze(2) / LOG2_E)
+    far_bias = blocks.far_bias(chosen).transpose(1, 2) / LOG2_E
+    far = fused.attend(x, mean_y, mean_u, scale=scale, tile_bias=far_bias)
     parts = [[z.view(*tiles.shape[:3], -1).to(tiles.dtype) for z in part] for part in (near, far)]
     return merge((parts[0][0], parts[0][1]), (parts[1][0], parts[1][1]))[0]
 
