@@ -47,6 +47,9 @@ class LanguageOptions(RunOptions):
         "Of the tokenizer that is trained on the text, if none is given to --from-scratch.", 8192
     )
     data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
+    eval_batch_size: int = described(
+        "Windows a process evaluates at once; logits of a large vocabulary fill memory.", 8
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

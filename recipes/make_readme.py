@@ -19,7 +19,6 @@ import PIL.Image
 import typer
 from comparison.report import overview_table, percent, rate, report
 from comparison.summary import KIND, over_seeds, summarise
-from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
@@ -176,32 +175,45 @@ def retrieval(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
-    """Decoders by context length, a table for each model, data set and number of tokens.
+    """Decoders by context length, a table for each model, data set, dtype and number of tokens.
 
-    A model that was trained is named after its base, a comma, and how it was trained. Of several measurements of one
-    row, that of the most repetitions counts; speed is left out if there were fewer than the recipe makes.
+    A model that was trained is named after its base, a comma, and how it was trained. All speeds at a length are those
+    of one run, the one of most repetitions with softmax in it.
     """
-    tables: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    tables: dict[tuple[str, str, str], Documents] = {}
     for name, document in documents.items():
         if document["kind"] == "bench lm":
-            key = document["model"].partition(", ")[0], document["dataset"]["name"], document["tokens"]
+            key = document["model"].partition(", ")[0], document["dataset"]["name"], document.get("dtype", "float32")
             tables.setdefault(key, {})[name] = document
-    for (base, data, tokens), found in tables.items():
-        cells: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for (base, data, dtype), found in tables.items():
+        speeds: dict[int, dict[str, dict[str, Any]]] = {}
         for document in sorted(found.values(), key=lambda each: each["repetitions"]):
-            trained = document["model"].removeprefix(base)
-            for cell in document["cells"]:
-                label = attention_label(document["attention"][cell["attention"]]) + trained
-                own = {"attention": label, "measured": document["repetitions"] >= REPETITIONS}
-                cells[label, cell["stage"], cell["length"]] = cell | own
-        rows = sorted(cells.values(), key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
-        table = context_table(rows, "")
-        for row, cell in zip(table.rows, rows, strict=True):
-            if not cell["measured"]:
-                row[4:6] = ["–", "–"]
-        yield Paragraph(f"**{base}** on {tokens:,} tokens of {data}, {measured_on(next(iter(found.values())))}:")
-        yield table
+            timed = [(labels(document)[cell["attention"]], cell) for cell in document["cells"] if "cache_bytes" in cell]
+            for length in {cell["length"] for label, cell in timed if label == SOFTMAX}:
+                speeds[length] = {label: cell for label, cell in timed if cell["length"] == length}
+        for tokens in sorted({document["tokens"] for document in found.values()} - {0}):
+            cells = []
+            for document in found.values():
+                trained = document["model"].removeprefix(f"{base}, ") if document["model"] != base else None
+                for cell in document["cells"] if document["tokens"] == tokens else ():
+                    label, length = labels(document)[cell["attention"]], cell["length"]
+                    score = {"stage": trained or cell["stage"], "metrics": cell["metrics"]}
+                    cells.append(
+                        {**speeds.get(length, {}).get(label, {}), "attention": label, "length": length, **score}
+                    )
+            cells.sort(key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
+            about = measured_on(next(iter(found.values())))
+            yield Paragraph(
+                f"**{base}** in {dtype}, {about}: perplexity on {tokens:,} tokens of {data} by stage, speed and cache. "
+                "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
+            )
+            yield context_table(cells, "")
         yield Paragraph(f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}.")
+
+
+def labels(document: dict[str, Any]) -> dict[str, str]:
+    """The kinds of attention of a run as tables name them."""
+    return {name: attention_label(kind) for name, kind in document["attention"].items()}
 
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:

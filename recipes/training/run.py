@@ -36,7 +36,7 @@ from .teaching import (
 )
 
 BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", "max_gradient_norm")
-ERROR_EXAMPLES = 8  # of a batch on which the error against softmax is measured
+ERROR_EXAMPLES, ERROR_TOKENS = 8, 2048  # at most, of the batch on which the error against softmax is measured
 UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
 WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # every process has the whole model
 
@@ -103,7 +103,8 @@ class Training:
         self.teacher = make_teacher(accelerator.device, self.model, options)
         self.transfer, self.error = recorded_transfer(options.model), None
         self.attention = attention_of(self.model)
-        self.few = model_inputs(prepared.train, prepared.collate, self.order.epoch(0)[:ERROR_EXAMPLES])
+        count = max(1, min(ERROR_EXAMPLES, ERROR_TOKENS // prepared.max_length))
+        self.few = model_inputs(prepared.train, prepared.collate, self.order.epoch(0)[:count])
         if self.attention != "softmax":
             if any(getattr(module, "optimal", False) for module in self.model.modules()):  # variance="optimal"
                 hf_rfattn.calibrate(self.model, self.few)
