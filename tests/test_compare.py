@@ -12,13 +12,20 @@ import yaml
 from compare import main as compare
 from comparison import launch, plan
 from comparison.report import read_comparison
+from support import sample
 from support.documents import make_checkpoint, task
 from support.recipes import make_gpt2, run_apart
 from training.retrieval import read_beir
 
 from hf_rfattn.results import checkpoint_fingerprint
 
-QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 16, "batch_size": 8, "max_steps": 2}
+QUICK = {
+    "data": sample.folder("sst2"),
+    "max_train_samples": 64,
+    "max_eval_samples": 16,
+    "batch_size": 8,
+    "max_steps": 2,
+}
 SMALL = {
     "title": "Small",
     "variables": {"model": None},

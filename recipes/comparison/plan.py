@@ -30,7 +30,8 @@ from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
 from finetune_text import TextOptions
-from training.options import CommonOptions, RunOptions, assignments, did_you_mean, fields_as_arguments, parse_options
+from training.classification import ClassificationOptions
+from training.options import CommonOptions, assignments, did_you_mean, fields_as_arguments, parse_options
 from training.run import BUDGET
 
 from hf_rfattn import build_mechanism
@@ -38,7 +39,7 @@ from hf_rfattn.results import SOFTMAX
 
 RECIPES: dict[str, tuple[str, type[CommonOptions]]] = {
     "glue": ("finetune_glue.py", GlueOptions),
-    "snli": ("finetune_snli.py", RunOptions),
+    "snli": ("finetune_snli.py", ClassificationOptions),
     "squad": ("finetune_squad.py", SquadOptions),
     "text": ("finetune_text.py", TextOptions),
     "lm": ("finetune_lm.py", LanguageOptions),
