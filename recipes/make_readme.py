@@ -23,9 +23,9 @@ from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
+from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
-from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.results import (
     SOFTMAX,
     Block,

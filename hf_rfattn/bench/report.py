@@ -43,13 +43,11 @@ def cells_of(result: Document) -> list[Cell]:
     return sorted(found, key=lambda cell: cell["length"])
 
 
-def rows_of(result: Document, lengths: Sequence[int] = ()) -> list[tuple[str, list[Cell]]]:
-    """The cells of each row, by length, with the name of its round; at some lengths only, if given."""
+def rows_of(result: Document) -> list[tuple[str, list[Cell]]]:
+    """The cells of each row, by length, with the name of its round."""
     rows: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells_of(result):
-        if not lengths or cell["length"] in lengths:
-            key = _round(cell), cell["attention"], cell["features"], cell["path"]
-            rows.setdefault(key, []).append(cell)
+        rows.setdefault((_round(cell), cell["attention"], cell["features"], cell["path"]), []).append(cell)
     return [(key[0], row) for key, row in rows.items()]
 
 
@@ -57,7 +55,10 @@ def _round(cell: Cell) -> str:
     if "training" not in cell:
         return f"batch {cell['batch']}"
     name = "training" if cell["training"] else "inference"
-    return f"{'causal' if cell['causal'] else 'bidirectional'}, {name}, {cell['dtype']}" if "causal" in cell else name
+    if "causal" not in cell:
+        return name
+    dtype = "" if cell["dtype"] == "float32" else f", {cell['dtype']}"
+    return f"{'causal' if cell['causal'] else 'bidirectional'}, {name}{dtype}"
 
 
 def label_of(cell: Cell) -> str:
@@ -90,22 +91,34 @@ def report(result: Document, name: str) -> list[Block]:
 
 
 def speed_table(result: Document, lengths: Sequence[int] = ()) -> Table:
-    """Speed over softmax, milliseconds and memory by length; at some lengths only the speed of mechanisms."""
+    """Speed over softmax, milliseconds and memory by length; with `lengths` in brief, for these: the speed of inference
+    with the fewest features.
+    """
 
     def text(cell: Cell) -> str:
         speed = [] if cell["attention"] == SOFTMAX else [times(cell["speed_over_softmax"])]
         size = [in_bytes(cell["bytes"])] if cell["bytes"] else []
         return ", ".join(speed if lengths else [*speed, f"{number(cell['milliseconds']['median'], 3)} ms", *size])
 
-    rows = [(name, row) for name, row in rows_of(result, lengths) if not (lengths and row[0]["attention"] == SOFTMAX)]
-    return _table("Speed over softmax", rows, text, break_even=True)
+    def in_brief(first: Cell) -> bool:
+        return not (first["attention"] == SOFTMAX or first["training"]) and (first["features"] or 0) <= fewest
+
+    rows = rows_of(result)
+    fewest = min((row[0]["features"] for _, row in rows if (row[0]["features"] or 0) > 1), default=0)
+    rows = [(name, row) for name, row in rows if not lengths or in_brief(row[0])]
+    return _table("Speed over softmax", rows, text, lengths, break_even=True)
 
 
 def _table(
-    title: str, rows: list[tuple[str, list[Cell]]], text: Callable[[Cell], str], break_even: bool = False
+    title: str,
+    rows: list[tuple[str, list[Cell]]],
+    text: Callable[[Cell], str],
+    shown: Sequence[int] = (),
+    break_even: bool = False,
 ) -> Table:
-    """A column for each length, and one for the break-even length."""
-    lengths = sorted({cell["length"] for _, row in rows for cell in row})
+    """A column for each length, or for those that are `shown`, and one for the break-even length."""
+    measured = sorted({cell["length"] for _, row in rows for cell in row})
+    lengths = [length for length in measured if length in shown] or measured
     lines = []
     for name, row in rows:
         own = {cell["length"]: text(cell) for cell in row}
