@@ -122,10 +122,10 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
             result = parse_result(document, name)
             groups.setdefault(result.measured_on, []).append(result)
         elif document["kind"] == "bench model":
-            labels = {name: attention_label(config) for name, config in document["attention"].items()}
-            for cell in (cell for cell in document["cells"] if cell.get("path", "torch") == "torch"):
+            labels = {name: attention_label(_of_all_layers(config)) for name, config in document["attention"].items()}
+            for cell in document["cells"]:
                 key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
-                benched.setdefault(key, {})[cell["training"]] = cell
+                benched.setdefault(key, {}).setdefault(cell["training"], cell)
     for group in groups.values():
         first, rows = group[0], []
         length, trained = first.budget.get("max_length"), "steps" in first.budget
@@ -156,6 +156,12 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
         scored = [first.main_metric.replace("_", " "), *(["standard error"] if trained else [])]
         headings = ["attention", *scored, "of softmax", "samples/s", *over, "memory"]
         yield Table("", headings, rows)
+
+
+def _of_all_layers(attention: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that was saved with the same mechanism in all layers."""
+    layers = attention.get("layers", {})
+    return next(iter(layers.values())) if len(layers) == 1 else attention
 
 
 def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
