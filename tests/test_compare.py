@@ -52,17 +52,19 @@ def test_runs_are_rows_by_tasks_by_seeds(planned, tmp_path, bert):
         seeds=[0, 1],
         tasks=[
             {"label": "sst2", "recipe": "glue", "training": {"task": "sst2"}},
-            {"label": "A pair", "recipe": "snli", "rows": ["favor+"], "seeds": [5], "processes": 2, "threads": 1},
+            {"label": "A pair", "recipe": "snli", "rows": ["favor+"], "seeds": [5], "processes": 2, "lengths": [16, 32],
+             "threads": 1},
         ],
     )  # fmt: skip
     names = [run.name for run in made.runs]
     assert names[:4] == ["sst2_softmax_seed_0", "sst2_favor+_seed_0", "sst2_softmax_seed_1", "sst2_favor+_seed_1"]
-    assert names[4:] == ["A-pair_favor+_seed_5"]
+    assert names[4:] == ["A-pair_favor+_16_tokens_seed_5", "A-pair_favor+_32_tokens_seed_5"]
     second = made.runs[1].options
     assert (second.model, second.attention, second.attention_options) == (bert, "favor+", ["num_features=8"])
     assert (second.task, second.seed, second.output) == ("sst2", 0, str(tmp_path / "out/runs/sst2_favor+_seed_0"))
     assert made.runs[1].place == {"part": "sst2", "row": "favor+", "order": [0, 1]}
-    assert (made.runs[-1].processes, made.runs[-1].threads) == (2, 1)
+    last = made.runs[-1]
+    assert (last.processes, last.threads, last.options.max_length) == (2, 1, 32)
 
 
 def test_rows_may_differ_in_options_of_the_recipe(planned):
@@ -350,3 +352,17 @@ def test_the_files_that_come_with_it(name, variables, tmp_path, bert):
     rows = [{run.place["row"] for run in judged if run.place["part"] == part.place["part"]} for part in judged]
     assert all(found >= least for found in rows)
     assert name == "stories" or any(found >= least | {"rff", "linear"} for found in rows)
+
+
+@pytest.mark.parametrize(("name", "models"), [("embeddings", ("minilm", "bge")), ("long_reviews", ("model",))])
+def test_the_files_about_long_inputs(name, models, tmp_path, bert):
+    for folder in ("squad", "glue_stsb"):
+        (tmp_path / folder).mkdir()
+    given = {"data": str(tmp_path), **dict.fromkeys(models, bert)}
+    made = plan.read_plan(demo.FOLDER / "compare" / f"{name}.yaml", tmp_path / "out", given)
+    parts = {(run.place["part"], run.options.max_length): set() for run in made.runs if run.place}
+    for run in made.runs:
+        if run.place:
+            parts[run.place["part"], run.options.max_length].add(run.place["row"])
+    assert len(parts) == {"embeddings": 6, "long_reviews": 3}[name]
+    assert all(rows >= {"softmax", "multipole", "fmm", "band", "average"} for rows in parts.values())

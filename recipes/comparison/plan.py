@@ -9,7 +9,8 @@ tasks:                  the parts of the report
   - label: sst2         recipe: glue, snli, squad, text, lm, embeddings; training: its options; rows: labels, if not all
     before: {...}       recipe and training of a run that comes first; its folder is `${before}` in this task
     options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
-seeds: [0, 1]           these three also in a task, for that one alone
+seeds: [0, 1]           these four also in a task, for that one alone
+lengths: [512, 2048]    values of --max-length, each with a table of its own
 processes: 2
 threads: 1              of each process on a CPU; default: OMP_NUM_THREADS if it is set, else the cores are shared
 keep_models: false      if only results are wanted
@@ -47,7 +48,7 @@ RECIPES: dict[str, tuple[str, type[CommonOptions]]] = {
 }
 FOLDER = Path(__file__).resolve().parents[1]
 BEFORE = "before"
-SHARED = ("training", "seeds", "processes", "threads")  # fields of the file and of a task
+SHARED = ("training", "seeds", "lengths", "processes", "threads")  # fields of the file and of a task
 FILE = ("title", "variables", "attention", "tasks", "keep_models", *SHARED)
 TASK = ("label", "recipe", BEFORE, "rows", "options", *SHARED)
 ROW = ("label", "mechanism", "options", "training")
@@ -142,7 +143,8 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
     """Its preparation, then all rows of a seed before the next seed: tables fill evenly."""
     check_names(task, TASK, f"tasks[{number}]")
     part, recipe, needs, folder = task["label"], task["recipe"], None, {}
-    own = {"seeds": [0], "processes": 1, "threads": None, **{k: v for k, v in file.items() if k in SHARED}, **task}
+    defaults = {"seeds": [0], "lengths": [None], "processes": 1, "threads": None}
+    own = {**defaults, **{name: value for name, value in file.items() if name in SHARED}, **task}
     rows = [_row(row, task.get("options", {})) for row in file["attention"]]
     labels = [row["label"] for row in rows]
     if SOFTMAX not in [row["mechanism"] for row in rows]:
@@ -156,12 +158,14 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
         words = _words(needs, first, {**shared, **task[BEFORE]["training"]}, output)
         yield Run(needs, first, words, 1, own["threads"])
     fields = expand({**shared, **task.get("training", {})}, folder)
-    for seed, row in product(own["seeds"], rows):
+    for seed, length, row in product(own["seeds"], own["lengths"], rows):
         if row["label"] in task.get("rows", labels):
             if theirs := OURS.intersection(name.replace("-", "_") for name in [*fields, *row["training"]]):
                 raise ValueError(f"{part}: {', '.join(sorted(theirs))} cannot be set as training options.")
-            name = f"{_slug(part)}_{_slug(row['label'])}_seed_{seed}"
+            tokens = f"_{length}_tokens" if len(own["lengths"]) > 1 else ""
+            name = f"{_slug(part)}_{_slug(row['label'])}{tokens}_seed_{seed}"
             decided = {"attention": row["mechanism"], "attention_options": assignments(row["options"]), "seed": seed}
+            decided |= {"max_length": length} if length else {}
             words = _words(name, recipe, {**fields, **row["training"], **decided}, output)
             place = {"part": part, "row": row["label"], "order": [number, rows.index(row)]}
             yield Run(name, recipe, words, own["processes"], own["threads"], place, needs)

@@ -1,6 +1,7 @@
 """The report of a comparison, made from its result files."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hf_rfattn.hub.scores import ScoreTable, details, make_tables, overview, score_and_speed
@@ -29,8 +30,15 @@ INTRODUCTION = (
 def comparison_tables(results: Iterable[Result]) -> list[ScoreTable]:
     """Those of the results that have a place in a comparison, in the order of its file."""
     placed = [result for result in results if PLACE in result.document]
-    placed.sort(key=lambda result: (result.document[PLACE]["order"], result.seed))
-    return make_tables(placed, lambda run: run.document[PLACE]["part"], lambda run: run.document[PLACE]["row"])
+    placed.sort(key=lambda run: (run.document[PLACE]["order"], run.budget.get("max_length") or 0, run.seed))
+    tables = make_tables(placed, lambda run: run.document[PLACE]["part"], lambda run: run.document[PLACE]["row"])
+    titles = [table.title for table in tables]
+    return [
+        replace(table, title=f"{table.title}, {table.first.budget['max_length']:,} tokens")
+        if titles.count(table.title) > 1
+        else table
+        for table in tables
+    ]
 
 
 def read_comparison(folder: Path) -> tuple[str, list[ScoreTable]]:
