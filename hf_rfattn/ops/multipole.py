@@ -195,17 +195,18 @@ def _chunks(tiles: Tensor, numbers: int) -> Iterator[tuple[slice, list[slice]]]:
         yield slice(n, n + rows), [slice(t, t + columns) for t in range(0, T, columns)]
 
 
-def _slabs(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, list[slice]]]:
-    C, D = tiles.shape[2:]
-    return _chunks(tiles, max(sizes.chosen * sizes.block * D, C * blocks))
+def _slabs(tiles: Tensor, y: Tensor, u: Tensor, seen: Tensor | None, sizes: Sizes) -> Iterator[Any]:
+    """The same for attention: sequences, their blocks, and tiles of them."""
+    (C, D), blocks = tiles.shape[2:], y.shape[1]
+    for n, slabs in _chunks(tiles, max(sizes.chosen * sizes.block * D, C * blocks)):
+        yield n, _Blocks.of(y[n], u[n], None if seen is None else seen[n]), slabs
 
 
 def _forward(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp and choice of all tiles."""
     out, lse = (tiles.new_empty(*tiles.shape[:3], size) for size in (u.shape[3], 1))
     chosen = _choose(tiles, counted, y, seen, sizes, scale)
-    for n, slabs in _slabs(tiles, y.shape[1], sizes):
-        blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
+    for n, blocks, slabs in _slabs(tiles, y, u, seen, sizes):
         for t in slabs:
             out[n, t], lse[n, t] = _of_blocks(tiles[n, t], blocks, chosen[n, t], scale)
     return out, lse, chosen
@@ -228,8 +229,7 @@ class _MultipoleAttention(torch.autograd.Function):
             arguments = (tiles, counted, y, u, seen, ctx.sizes, ctx.scale)
             return *gradients_of(_at_once, arguments, [grad])[:5], None, None
         d_tiles, d_y, d_u = torch.empty_like(tiles), torch.zeros_like(y), torch.zeros_like(u)
-        for n, slabs in _slabs(tiles, y.shape[1], ctx.sizes):
-            blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
+        for n, blocks, slabs in _slabs(tiles, y, u, seen, ctx.sizes):
             far = torch.zeros_like(blocks.mean_y), torch.zeros_like(blocks.mean_u)
             for t in slabs:
                 x, g, offset = tiles[n, t] * (ctx.scale * LOG2_E), grad[n, t], lse[n, t]

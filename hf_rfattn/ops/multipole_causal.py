@@ -14,7 +14,7 @@ from torch import Tensor
 from .autograd import recompute
 from .linear import State, compute_dtype
 from .multipole_choice import CausalSizes, choose_for_each
-from .softmax import SOME, attend, exp_of_difference, merge, softmax_of_scores
+from .softmax import attend, merge, softmax_of_scores
 from .tiles import block_size, traced
 
 TOGETHER = 64  # queries that read the same keys at once, where memory allows
@@ -50,16 +50,6 @@ class Context(State):
     def block(self) -> int:
         return self.keys.shape[2] // max(self.radius.shape[2], 1)
 
-    def copy_(self, other: State) -> None:
-        """Take the values of another context, and its tensors where they have grown."""
-        with torch.no_grad():
-            for name, mine in vars(self).items():
-                theirs = getattr(other, name)
-                if mine.shape != theirs.shape:
-                    setattr(self, name, theirs.detach())
-                elif mine is not theirs:
-                    mine.copy_(theirs)
-
     @torch.inference_mode(False)
     def with_room(self, new: int) -> "Context":
         """The same with room for so many more tokens, and half as many again when it has to grow."""
@@ -93,35 +83,26 @@ class Context(State):
             return into.scatter(2, at, new) if torch.is_grad_enabled() else into.scatter_(2, at, new)
 
         keys, values = put(context.keys, k, slot), put(context.values, v, slot)
-        fields = context.sum_keys, context.sum_values, context.radius
-        if L == 1:  # one block changes
-            at = slot // block
-            block_keys, block_values = (
-                x.unflatten(2, (-1, block)).gather(2, at.unsqueeze(-1).expand(B, K, 1, block, x.shape[3])).flatten(2, 3)
-                for x in (keys, values)
-            )
-            exists = torch.arange(block, device=k.device)[:, None] <= slot % block
-            new_summaries = _summaries(block_keys, block_values, exists, block)
-            summaries = [put(x, new, at) for x, new in zip(fields, new_summaries, strict=True)]
-        else:
-            at = torch.arange(number * block, device=k.device)
-            exists = ((at <= rank[:, -1:]) & (at < (number - 1) * block))[:, None, :, None]
-            summaries = _summaries(keys, values, exists, block)
-            if not torch.is_grad_enabled():
-                summaries = [mine.copy_(new) for mine, new in zip(fields, summaries, strict=True)]
+        # the blocks that new tokens may be in, the last one again where there are fewer
+        changed = context.count // block + torch.arange((L + block - 2) // block + 1, device=k.device)  # [B, n]
+        changed = changed.clamp(max=number - 1)
+        exists = changed.unsqueeze(2) * block + torch.arange(block, device=k.device) <= rank[:, -1:, None]
+        at = changed[:, None, :, None, None]
+        blocks = (x.unflatten(2, (-1, block)).gather(2, at.expand(B, K, -1, block, x.shape[3])) for x in (keys, values))
+        new_summaries = _summaries(*blocks, exists[:, None, :, :, None])
+        old_summaries = context.sum_keys, context.sum_values, context.radius
+        summaries = [put(x, new, at[..., 0]) for x, new in zip(old_summaries, new_summaries, strict=True)]
         count = rank[:, -1:] + 1
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
-        sum_keys, sum_values, radius = summaries
-        return Context(keys, values, sum_keys, sum_values, radius, count), rank
+        return Context(keys, values, *summaries, count), rank
 
 
-def _summaries(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
-    """Sums of keys and of values, and radius (root mean square distance to the mean key) of each block; `exists`
-    `[B, 1, S, 1]`.
+def _summaries(keys: Tensor, values: Tensor, exists: Tensor) -> list[Tensor]:
+    """Sums of keys and of values, and radius (root mean square distance to the mean key) of blocks `[B, Hkv, n, block,
+    D]`; `exists` `[B, 1, n, block, 1]`.
     """
-    exists = exists.unflatten(2, (-1, block))
-    y, u = (x.to(compute_dtype(x)).unflatten(2, (-1, block)).masked_fill(~exists, 0) for x in (keys, values))
+    y, u = (x.to(compute_dtype(x)).masked_fill(~exists, 0) for x in (keys, values))
     size, sum_keys = exists.sum(3).clamp(min=1), y.sum(3)
     distances = (y - (sum_keys / size).unsqueeze(3)).detach().masked_fill_(~exists, 0).square().sum((3, 4))
     return [sum_keys, u.sum(3), (distances / size.squeeze(3)).sqrt().unsqueeze(3)]
@@ -167,44 +148,35 @@ def causal_multipole_attention(
 def _slab(x: Tensor, rank: Tensor, context: Context, heads: slice, number: int, sizes: CausalSizes, scale) -> Tensor:
     """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks of some heads."""
     summaries = (z[:, heads, :number] for z in (context.sum_keys, context.sum_values, context.radius))
-    form, keys, values = _gathered, context.keys[:, heads], context.values[:, heads]
-    if x.shape[3] > GATHER:
-        form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
+    gather, keys, values = x.shape[3] <= GATHER, context.keys[:, heads], context.values[:, heads]
+    if not gather:
+        keys, values = (z[:, :, : number * sizes.block] for z in (keys, values))
     rank = rank.unsqueeze(1).expand(-1, x.shape[2], -1).reshape(x.shape[0], 1, -1)
-    out = recompute(form, x.flatten(2, 3), rank, keys, values, *summaries, sizes, scale)
+    out = recompute(_attend, x.flatten(2, 3), rank, keys, values, *summaries, sizes, scale, gather)
     return out.unflatten(2, x.shape[2:4])
 
 
-def _masked(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """All keys are scored; those that are not exact are hidden."""
-    dtype, c = compute_dtype(x), sizes.block
-    x = x.to(dtype) * scale
-    scores = x @ (sum_keys / c).mT
-    blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
-    bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
-    bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
-    bias = bias.masked_fill(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
-    near = attend(x, keys.to(dtype), values.to(dtype), bias)
-    return merge(near, softmax_of_scores(scores + far, sum_values / c))[0]
-
-
-def _gathered(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """Only exact keys are read, and sums: a copy of all means would cost more than the rest of a step."""
+def _attend(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale, gather: bool) -> Tensor:
+    """Attention to exact keys, gathered for each query or with all others hidden, and to the means of blocks."""
     dtype, (B, K, R, _), c = compute_dtype(x), x.shape, sizes.block
     x = x.to(dtype) * scale
     scores = (sum_keys @ x.mT).mT / c  # the other way round this takes twice as long for few queries
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
-    start = torch.arange(B * K, device=x.device).view(B, K, 1, 1) * (keys.shape[2] // c)
-    rows = (blocks + start).flatten()
-
-    def take(z: Tensor) -> Tensor:
-        taken = z.reshape(-1, c * z.shape[3]).index_select(0, rows)
-        return taken.view(B, K, R, -1, z.shape[3]).to(dtype)  # [B, K, R, t · c, D]
-
-    slot = (blocks.unsqueeze(-1) * c + torch.arange(c, device=x.device)).flatten(3)
-    near = (take(keys) @ x.unsqueeze(-1)).squeeze(-1).masked_fill(slot > rank.unsqueeze(-1), -torch.inf)
-    scores = torch.cat([near, scores + far], dim=3)
-    weights = exp_of_difference(scores, scores.detach().amax(-1, keepdim=True))
-    of_keys, of_means = weights.split([near.shape[3], far.shape[3]], dim=3)
-    out = (of_keys.unsqueeze(3) @ take(values)).squeeze(3) + of_means @ sum_values / c
-    return out / weights.sum(-1, keepdim=True).clamp(min=SOME)
+    if gather:
+        start = torch.arange(B * K, device=x.device).view(B, K, 1, 1) * (keys.shape[2] // c)
+        rows = (blocks + start).flatten()
+        y, u = (  # [B, K, R, t · c, D]
+            z.reshape(-1, c * z.shape[3]).index_select(0, rows).view(B, K, R, -1, z.shape[3]).to(dtype)
+            for z in (keys, values)
+        )
+        slot = (blocks.unsqueeze(-1) * c + torch.arange(c, device=x.device)).flatten(3)
+        near = (y @ x.unsqueeze(-1)).squeeze(-1).masked_fill(slot > rank.unsqueeze(-1), -torch.inf)
+        out, lse = (z.squeeze(3) for z in softmax_of_scores(near.unsqueeze(3), u))
+    else:
+        bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
+        bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
+        bias = bias.masked_fill(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
+        out, lse = attend(x, keys.to(dtype), values.to(dtype), bias)
+    # sums instead of means: a copy of all means would cost more than the rest of a step
+    far_out, far_lse = softmax_of_scores(scores + far, sum_values)
+    return merge((out, lse), (far_out / c, far_lse))[0]
