@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..features import FeatureMap
 from ..features.maps import RandomFeatures
 from ..ops import State, Sums, causal_linear_attention, linear_attention, linear_multiply_adds
+from ..ops.masks import unpack
 from ..ops.naive import allowed_pairs, normalised_weights, repeat_heads
-from ..ops.packing import unpack
 from ..ops.sharded import Part, part_of_causal_linear_attention, part_of_linear_attention
 from .config import MechanismConfig
 

@@ -88,14 +88,16 @@ class Context(State):
         changed = changed.clamp(max=number - 1)
         exists = changed.unsqueeze(2) * block + torch.arange(block, device=k.device) <= rank[:, -1:, None]
         at = changed[:, None, :, None, None]
-        blocks = (x.unflatten(2, (-1, block)).gather(2, at.expand(B, K, -1, block, x.shape[3])) for x in (keys, values))
-        new_summaries = _summaries(*blocks, exists[:, None, :, :, None])
-        old_summaries = context.sum_keys, context.sum_values, context.radius
-        summaries = [put(x, new, at[..., 0]) for x, new in zip(old_summaries, new_summaries, strict=True)]
+        block_keys, block_values = (
+            x.unflatten(2, (-1, block)).gather(2, at.expand(B, K, -1, block, x.shape[3])) for x in (keys, values)
+        )
+        summaries = _summaries(block_keys, block_values, exists[:, None, :, :, None])
+        fields = context.sum_keys, context.sum_values, context.radius
+        sum_keys, sum_values, radius = (put(x, new, at[..., 0]) for x, new in zip(fields, summaries, strict=True))
         count = rank[:, -1:] + 1
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
-        return Context(keys, values, *summaries, count), rank
+        return Context(keys, values, sum_keys, sum_values, radius, count), rank
 
 
 def _summaries(keys: Tensor, values: Tensor, exists: Tensor) -> list[Tensor]:
