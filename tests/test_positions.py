@@ -129,7 +129,7 @@ def test_long_inputs_whose_positions_fit_are_not_refused():
 @pytest.mark.parametrize("name", [name for name in SUPPORTED if name not in LEARNED])
 def test_positions_that_are_not_learned(name):
     model = build(name)
-    with pytest.raises(ValueError, match=r"has rotary|has sinusoids|has no learned absolute positions"):
+    with pytest.raises(ValueError, match=r"has rotary|has no learned absolute positions"):
         extend_positions(model, 4096)
     assert learned_positions(model) is None
 
@@ -138,7 +138,7 @@ def test_positions_that_are_not_learned(name):
     ("name", "message"),
     [
         ("llama", r"rotary.*max_position_embeddings=256.*'factor': 4,.*'original_max_position_embeddings': 64"),
-        ("pegasus", r"sinusoids.*resize_position_embeddings\(256\)"),
+        ("pegasus", r"no learned.*resize_position_embeddings\(256\)"),
         ("t5", "no learned absolute positions.*Relative positions"),
         ("vit", "no learned absolute positions.*images"),
         ("xlnet", "no learned absolute positions"),
@@ -191,7 +191,7 @@ def test_models_that_cannot_be_extended():
         extend_positions(cut, 512)
     sizes = dict(vocab_size=20, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
     relative = transformers.DebertaModel(transformers.DebertaConfig(**sizes, relative_attention=True))
-    with pytest.raises(ValueError, match=r"rel_embeddings.weight grows with config.max_position_embeddings and is no"):
+    with pytest.raises(ValueError, match=r"relative positions .*rel_embeddings"):
         extend_positions(relative, 1024)
     wrapped = get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["c_attn"], modules_to_save=["wpe"]))
     with pytest.raises(ValueError, match="extend the model before that"):

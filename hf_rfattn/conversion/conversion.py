@@ -2,7 +2,8 @@
 
 Softmax outputs o are put in place of the mechanism's ô, so that every layer sees the queries, keys and values of the
 original model. Each then minimises Σ_h ‖ô_h - o_h‖² / ‖o_h‖² over its own parameters alone: all layers learn at once
-and apart from each other, in one pass of the model a step, and no graph is longer than one mechanism.
+and apart from each other, in one pass of the model a step, and no graph is longer than one mechanism. In the last steps
+(`end_to_end`) layers see what the patched layers before them give, and the sum of all errors is minimised together.
 
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
@@ -63,12 +64,12 @@ def convert(
     *,
     steps: int = 400,
     learning_rate: float = 0.05,
+    end_to_end: float = 0.4,
     parts: float = 0.0,
     divergence: float = 0.0,
-    patience: int | None = None,
     measure: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    batch_size: int = 16,
+    batch_size: int = 8,
     max_length: int = 512,
     seed: int = 0,
     checkpoint: str | Path | None = None,
@@ -84,11 +85,12 @@ def convert(
     `learning_rate`: of Adam; the rate is the highest, it warms up, then falls as a cosine. `seed`: of random draws and
     of the order of texts.
 
+    `end_to_end`: share of the steps, the last ones, in which every layer sees what the patched layers before it give,
+    and gradients go through the whole model, so that layers make up for each other's errors; 0 if memory is short.
     `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
-    themselves. `divergence`: weight of the divergence between attention weights, for inputs of up to 1024 tokens, since
-    it takes quadratic memory. `patience`: a layer whose loss does not fall any more within so many steps is left as it
-    is. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on,
-    unless there is no other.
+    themselves. `divergence`: weight of the divergence between attention weights, which takes quadratic memory.
+    `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on, unless
+    there is no other.
 
     `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call resumes from it, with
     the next of `batches`: give the same ones in the same order (a DataLoader that shuffles needs a seeded `generator`).
@@ -110,10 +112,11 @@ def convert(
     """
     if measure is not None and not isinstance(measure, Mapping):
         raise ValueError(f"measure must be one batch, as a tokenizer returns it, not {type(measure).__name__}.")
-    numbers = {"steps": steps, "save_every": save_every, "batch_size": batch_size, "patience": patience}
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+    for name, value in {"steps": steps, "save_every": save_every, "batch_size": batch_size}.items():
+        if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+    if not 0 <= end_to_end <= 1:
+        raise ValueError(f"end_to_end is a share of the steps, from 0 to 1, not {end_to_end!r}.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
@@ -128,12 +131,12 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, learning_rate, parts, divergence, patience)
+        transfer = Transfer(model, steps, learning_rate, end_to_end, parts, divergence)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
-        tensors = [x for layer in transfer.layers for x in layer.state_dict().values()]
+        tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]
         sums = [float(x.double().sum()) for x in tensors]
-        check_alike(seed=seed, settings=transfer.settings(), mechanisms=sums, save_every=saved)
+        check_alike(seed=seed, settings=transfer.settings, mechanisms=sums, save_every=saved)
         hidden = not progress or process_rank() > 0
         with transfer.layers_in_float32(), tqdm(total=steps, desc="attention transfer", disable=hidden) as bar:
             if state is not None:
@@ -141,10 +144,10 @@ def convert(
             check_alike(steps_in_the_checkpoint=transfer.step)
             ahead = itertools.islice(data, transfer.step, None)
             started = time.perf_counter() - transfer.seconds
-            while transfer.step < steps and not all(layer.stopped for layer in transfer.layers.values()):
-                transfer.train(next(ahead))
+            while transfer.step < steps:
+                error = transfer.train(next(ahead))
                 transfer.seconds = time.perf_counter() - started
-                bar.set_postfix_str(f"error {transfer.mean_error():.3f}", refresh=False)
+                bar.set_postfix_str(f"error {error:.3f}", refresh=False)
                 bar.update(transfer.step - bar.n)
                 due = transfer.step % save_every == 0 or transfer.step == steps
                 if state is not None and due and process_rank() == 0:
@@ -156,6 +159,6 @@ def convert(
     return Conversion(
         before=before,
         after=attention_error(model, measure),
-        steps={layer.name: layer.steps for layer in transfer.layers.values()},
+        steps=dict.fromkeys(transfer.names.values(), transfer.step),
         seconds=transfer.seconds,
     )

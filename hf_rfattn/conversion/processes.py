@@ -17,15 +17,6 @@ def process_rank() -> int:
     return distributed.get_rank() if process_count() > 1 else 0
 
 
-def gather(value: Value) -> list[Value]:
-    """What each process has, by rank."""
-    if process_count() == 1:
-        return [value]
-    found: list[Any] = [None] * process_count()
-    distributed.all_gather_object(found, value)
-    return found
-
-
 def from_first(value: Value) -> Value:
     """What the first process has."""
     values = [value]
@@ -36,9 +27,11 @@ def from_first(value: Value) -> Value:
 
 def check_alike(**values: Any) -> None:
     """Raise, on every process, if one of these is not the same on all."""
-    found = gather(values)
-    for name, first in found[0].items():
-        if any(each[name] != first for each in found):
+    found: list[Any] = [values] * process_count()
+    if process_count() > 1:
+        distributed.all_gather_object(found, values)
+    for name in values:
+        if any(each[name] != found[0][name] for each in found):
             raise ValueError(
                 f"The processes differ in {name}: {', '.join(str(each[name]) for each in found)}. They train one model "
                 "together, so give all of them the same model, seed and options."

@@ -2,9 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,88 +14,62 @@ from torch import Tensor, nn
 
 from ..features import FeatureMap
 from ..integration import AttentionError
-from ..integration.error import energy, mechanism_sites, run_with_softmax, valid_queries
+from ..integration.error import energy, mechanism_sites, run_batch, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
+from ..ops import softmax_attention
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 from .processes import process_count, sum_over_processes
 
 STATE = "conversion.pt"
 WARMUP = 0.05  # share of the steps
-LEAST_GAIN = 0.01  # a layer whose loss has fallen by less than this share since `patience` steps before has learnt
-LONGEST_DIVERGENCE = 1024  # tokens up to which matrices of weights are compared
+END_TO_END_RATE = 0.2  # learning rate of end-to-end steps over that of the others
 SMALLEST_WEIGHT = 1e-8  # whose logarithm is still looked at
 
 
-@dataclass
-class _Layer:
-    """One mechanism while it learns."""
-
-    name: str
-    parameters: dict[str, nn.Parameter]
-    parts: list[LinearMechanism]
-    steps: int = 0
-    loss: float = math.nan  # of the last step
-    loss_sum: float = 0.0  # since the last look, every `patience` steps
-    last_mean: float = math.inf
-    stopped: bool = False
-
-    def record(self, loss: float, patience: int | None) -> None:
-        self.loss = loss
-        self.steps += 1
-        self.loss_sum += loss
-        if patience is not None and self.steps % patience == 0:
-            mean, self.loss_sum = self.loss_sum / patience, 0.0
-            self.stopped = mean >= (1 - LEAST_GAIN) * self.last_mean
-            self.last_mean = mean
-
-    def facts(self) -> dict[str, Any]:
-        """All but the tensors."""
-        return {name: getattr(self, name) for name in ("steps", "loss", "loss_sum", "last_mean", "stopped")}
-
-
 class Transfer:
-    """The training: one optimizer with a group a layer, stepped by `train`."""
+    """The training: one optimizer for all mechanisms that have parameters, stepped by `train`; the last steps, a share
+    `end_to_end` of all, train all layers together.
+    """
 
     def __init__(
-        self, model: nn.Module, steps: int, learning_rate: float, parts: float, divergence: float, patience: int | None
+        self, model: nn.Module, steps: int, learning_rate: float, end_to_end: float, parts: float, divergence: float
     ):
-        self.model, self.steps, self.patience = model, steps, patience
-        self.learning_rate, self.parts, self.divergence = learning_rate, parts, divergence
-        self.layers: dict[Mechanism, _Layer] = {}
-        for mechanism, name in mechanism_sites(model).items():
-            parameters = dict(mechanism.named_parameters())
-            if parameters:
-                linear = [m for m in mechanism.modules() if isinstance(m, LinearMechanism) and m is not mechanism]
-                learning = [m for m in linear if any(True for _ in m.parameters())]
-                self.layers[mechanism] = _Layer(name, parameters, learning if parts else [])
-        if not self.layers:
-            kinds = sorted({m.config.name for m in mechanism_sites(model)})
+        self.model, self.steps, self.learning_rate = model, steps, learning_rate
+        self.apart, self.parts, self.divergence = steps - int(end_to_end * steps), parts, divergence
+        self.sites = sites = mechanism_sites(model)
+        self.names = {mechanism: name for mechanism, name in sites.items() if list(mechanism.parameters())}
+        if not self.names:
             raise ValueError(
-                f"{', '.join(kinds)}: nothing to train, these mechanisms have no parameters. Choose one that learns, "
-                "such as 'hedgehog' or 'fmm', or 'favor+' with trainable=True."
+                f"{', '.join(sorted({m.config.name for m in sites}))}: nothing to train, these mechanisms have no "
+                "parameters. Choose one that learns, such as 'hedgehog' or 'fmm', or 'favor+' with trainable=True."
             )
-        signed = [m for m in self.layers for part in m.modules() if isinstance(part, FeatureMap) and not part.positive]
+        signed = [m for m in self.names for part in m.modules() if isinstance(part, FeatureMap) and not part.positive]
         if divergence and signed:
             raise ValueError(
                 f"divergence needs positive attention weights; those of {signed[0].config.name!r} "
-                f"({self.layers[signed[0]].name}) can be negative. Leave it at 0."
+                f"({self.names[signed[0]]}) can be negative. Leave it at 0."
             )
-        self.optimizer = torch.optim.Adam(
-            [{"params": list(layer.parameters.values())} for layer in self.layers.values()], lr=learning_rate
-        )
+        self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
+        configs = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
+        numbers = {"steps": steps, "learning_rate": learning_rate, "end_to_end": end_to_end}
+        numbers |= {"parts": parts, "divergence": divergence}
+        self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
-        self._losses: dict[Mechanism, Tensor] = {}
+        self.losses: dict[Mechanism, Tensor] = {}  # of the last step
 
     @contextmanager
     def layers_in_float32(self) -> Iterator[None]:
         """Train parameters that small steps can change; leave them, and what is known of them, as they were found."""
-        found = {p: (p.requires_grad, p.grad) for layer in self.layers.values() for p in layer.parameters.values()}
-        dtypes = {mechanism: next(mechanism.parameters()).dtype for mechanism in self.layers}
+        found = {p: (p.requires_grad, p.grad) for p in self.model.parameters()}
+        dtypes = {mechanism: next(mechanism.parameters()).dtype for mechanism in self.names}
         for mechanism, dtype in dtypes.items():
             mechanism.to(torch.promote_types(dtype, torch.float32))
         for parameter in found:
-            parameter.requires_grad_(True).grad = None
+            parameter.requires_grad_(False).grad = None
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
         try:
             yield
         finally:
@@ -104,68 +78,90 @@ class Transfer:
             for parameter, (requires, gradient) in found.items():
                 parameter.requires_grad_(requires).grad = gradient
 
-    def train(self, batch: Mapping[str, Any]) -> None:
-        """One step of all layers that have not stopped."""
-        self._losses.clear()
-        run_with_softmax(self.model, batch, self._learn, gradients=True)
-        if not self._losses:
+    def train(self, batch: Mapping[str, Any]) -> float:
+        """One step of all layers; returns the root of their mean loss."""
+        self.losses.clear()
+        if self.step < self.apart:
+            run_with_softmax(self.model, batch, self._learn, gradients=True)
+            rate = self.learning_rate * rate_factor(self.step, self.apart)
+        else:
+            if self.step == self.apart:
+                self.optimizer.state.clear()  # these gradients are of another size
+            self._learn_together(batch)
+            rate = END_TO_END_RATE * self.learning_rate * rate_factor(self.step - self.apart, self.steps - self.apart)
+        if not self.losses:
             raise ValueError("The batch reached no layer that learns.")
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        sum_over_processes(gradients)
-        losses = torch.stack(list(self._losses.values()))
+        sum_over_processes([p.grad for p in self.parameters if p.grad is not None])
+        losses = torch.stack(list(self.losses.values()))
         sum_over_processes([losses])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * rate_factor(self.step, self.steps)
+        self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        for mechanism, loss in zip(self._losses, losses.tolist(), strict=True):
+        for mechanism, loss in zip(self.losses, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise FloatingPointError(
-                    f"{self.layers[mechanism].name}: the loss became {loss} at step {self.step}. Try a lower "
-                    f"learning_rate than {self.learning_rate}."
+                    f"{self.sites[mechanism]}: the loss became {loss} at step {self.step}. Try a lower learning_rate "
+                    f"than {self.learning_rate}."
                 )
-            layer = self.layers[mechanism]
-            layer.record(loss, self.patience)
-            if layer.stopped:
-                for parameter in layer.parameters.values():
-                    parameter.requires_grad_(False)
+        return math.sqrt(losses.mean())
 
     def _learn(self, mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         """Loss and gradients of one layer, as soon as it has been seen: its graph does not outlive it."""
-        layer = self.layers.get(mechanism)
-        if layer is None or layer.stopped:
+        if mechanism not in self.names:
             return
         valid = valid_queries(exact, masks)
-        total = energy(exact, valid, torch.float32)
-        sum_over_processes([total])
-        total = total.clamp(min=torch.finfo(total.dtype).tiny)
-
-        def relative(out: Tensor) -> Tensor:
-            return (energy(out.float() - exact.float(), valid, torch.float32) / total).mean()
-
+        relative = _distance(exact, valid)
         with torch.enable_grad():
             loss = whole = relative(output)
-            for part in layer.parts:
-                loss = loss + self.parts / len(layer.parts) * relative(part(*args, **masks))
+            if self.parts:
+                inner = [m for m in mechanism.modules() if isinstance(m, LinearMechanism) and m is not mechanism]
+                learning = [m for m in inner if list(m.parameters())]
+                for part in learning:
+                    loss = loss + self.parts / len(learning) * relative(part(*args, **masks))
             if self.divergence:
                 loss = loss + self.divergence * _divergence(mechanism, args, masks, valid)
             loss.backward()
-        self._losses[mechanism] = self._losses.get(mechanism, 0) + whole.detach()
+        self.losses[mechanism] = self.losses.get(mechanism, 0) + whole.detach()
 
-    def mean_error(self) -> float:
-        """Root of the mean loss of the last step, over layers."""
-        return math.sqrt(sum(layer.loss for layer in self.layers.values()) / len(self.layers))
+    def _learn_together(self, batch: Mapping[str, Any]) -> None:
+        """Losses and gradients of all layers on what the patched layers before them give, through the whole model."""
+        distances: dict[Mechanism, list[Callable[[Tensor], Tensor]]] = {mechanism: [] for mechanism in self.sites}
+
+        def teach(mechanism: Mechanism, *args: Tensor, **masks: Any) -> Tensor:
+            exact = softmax_attention(*args, **masks)
+            distances[mechanism].append(_distance(exact, valid_queries(exact, masks)))
+            return exact
+
+        def compare(mechanism: Mechanism, args: tuple, output: Tensor) -> None:
+            self.losses[mechanism] = self.losses.get(mechanism, 0) + distances[mechanism].pop(0)(output)
+
+        for mechanism in self.sites:
+            mechanism.forward = partial(teach, mechanism)  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                run_batch(self.model, batch)
+        finally:
+            for mechanism in self.sites:
+                del mechanism.forward
+        handles = [mechanism.register_forward_hook(compare) for mechanism in self.sites]
+        try:
+            with torch.enable_grad():
+                run_batch(self.model, batch)
+                torch.stack(list(self.losses.values())).mean().backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.losses = {mechanism: loss.detach() for mechanism, loss in self.losses.items()}
 
     def save(self, path: Path, before: AttentionError) -> None:
         """Write the state whole or not at all."""
         state = {
-            "settings": self.settings(),
+            "settings": self.settings,
             "error before training": _rounded(before.overall),
             "step": self.step,
             "seconds": self.seconds,
-            "layers": {layer.name: layer.facts() for layer in self.layers.values()},
-            "parameters": {layer.name: layer.parameters for layer in self.layers.values()},
+            "parameters": [p.detach() for p in self.parameters],
             "optimizer": self.optimizer.state_dict(),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +178,7 @@ class Transfer:
             return
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-            now = {"settings": self.settings(), "error before training": _rounded(before.overall)}
+            now = {"settings": self.settings, "error before training": _rounded(before.overall)}
             for what, value in now.items():
                 if state[what] != value:
                     raise ValueError(
@@ -190,22 +186,14 @@ class Transfer:
                         "the same model, batches and options again, or another checkpoint."
                     )
             self.step, self.seconds = state["step"], state["seconds"]
-            for layer in self.layers.values():
-                vars(layer).update(state["layers"][layer.name])
-                for name, parameter in layer.parameters.items():
-                    parameter.data.copy_(state["parameters"][layer.name][name])
-                    parameter.requires_grad_(not layer.stopped)
+            for parameter, value in zip(self.parameters, state["parameters"], strict=True):
+                parameter.data.copy_(value)
             self.optimizer.load_state_dict(state["optimizer"])
         except (UnpicklingError, RuntimeError, OSError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is damaged or was not written by this version ({type(error).__name__}). Delete it to start "
                 "the conversion again, or give another checkpoint."
             ) from error
-
-    def settings(self) -> dict[str, Any]:
-        names = ("steps", "learning_rate", "parts", "divergence", "patience")
-        kinds = {layer.name: mechanism.config.to_dict() for mechanism, layer in self.layers.items()}
-        return {name: getattr(self, name) for name in names} | {"layers": kinds}
 
 
 def rate_factor(step: int, steps: int) -> float:
@@ -220,20 +208,22 @@ def rate_factor(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp))) / 2
 
 
+def _distance(exact: Tensor, valid: Tensor) -> Callable[[Tensor], Tensor]:
+    """The loss of a layer's output: its squared error over the energy of the exact output, mean over heads."""
+    total = energy(exact, valid, torch.float32)
+    sum_over_processes([total])
+    total = total.clamp(min=torch.finfo(total.dtype).tiny)
+    return lambda output: (energy(output.float() - exact.float(), valid, torch.float32) / total).mean()
+
+
 def _divergence(mechanism: Mechanism, args: tuple, masks: dict[str, Any], valid: Tensor) -> Tensor:
     """Mean over queries and heads of the divergence of a mechanism's attention weights from those of softmax."""
     q, k, _ = args
-    if k.shape[2] > LONGEST_DIVERGENCE:
-        raise ValueError(
-            f"divergence compares matrices of attention weights, for inputs of at most {LONGEST_DIVERGENCE} tokens; "
-            f"this one has {k.shape[2]}. Give shorter batches, or divergence=0."
-        )
     pattern: dict[str, Any] = {name: masks.get(name) for name in ("key_mask", "segments")}
     pattern["causal"] = bool(masks.get("causal"))
     scale = q.shape[-1] ** -0.5 if masks.get("scale") is None else masks["scale"]
-    scores = q.float() @ repeat_heads(k.float(), q.shape[1]).transpose(-1, -2) * scale
-    allowed = allowed_pairs(q.shape[2], k.shape[2], **pattern, device=q.device)
-    exact = masked_softmax(scores, allowed)
+    scores = q.float() @ repeat_heads(k.float(), q.shape[1]).mT * scale
+    exact = masked_softmax(scores, allowed_pairs(q.shape[2], k.shape[2], **pattern, device=q.device))
     weights = mechanism.attention_weights(q.float(), k.float(), **pattern, scale=scale)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=SMALLEST_WEIGHT)
     logs = exact.clamp(min=SMALLEST_WEIGHT).log() - weights.clamp(min=SMALLEST_WEIGHT).log()

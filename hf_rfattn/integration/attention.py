@@ -25,7 +25,7 @@ from ..ops.naive import allowed_pairs
 from ..ops.sharded import Part
 from .cache import RecurrentLayer
 from .names import CACHE, NAME, PART
-from .positions import LIMIT, table_length
+from .positions import LIMIT, find_tables
 
 # Arguments by which some models change their scores in ways φ(x)ᵀφ(y) cannot express.
 _INEXPRESSIBLE = {
@@ -53,7 +53,8 @@ class CallCheck:
     def __init__(self, positions: bool):
         """`positions`: whether this model has patched layers of its own, and not only inside another model."""
         self.positions = positions
-        self.known: tuple[int, int | None] | None = None  # limit of the config, and tokens that the tables allow
+        self.limit: int | None = None  # of the config, when the tables were last looked at
+        self.allowed: int | None = None  # tokens that they allow
 
     def __call__(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         if module.config._attn_implementation == NAME:
@@ -66,31 +67,31 @@ class CallCheck:
             if kwargs.get("head_mask") is not None:
                 raise ValueError("head_mask is not supported by patched models (transformers 5 itself ignores it).")
         limit = getattr(module.config, LIMIT, None)
-        if not self.positions or type(limit) is not int or torch.compiler.is_compiling():
+        if not self.positions or torch.compiler.is_compiling():
+            return
+        if limit != self.limit:
+            tables = find_tables(module)
+            self.limit, self.allowed = limit, min((table.length for table in tables), default=None)
+        if self.allowed is None:
             return
         if args:
             kwargs = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
-        tokens = kwargs.get("input_ids")
+        tokens, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
-            return
-        cache = kwargs.get("past_key_values")
         past = cache.get_seq_length() if isinstance(cache, Cache) else 0
-        length = tokens.shape[1] + (past if isinstance(past, int) else 0)  # as far as known without waiting for a GPU
-        if length >= limit - (getattr(module.config, "pad_token_id", None) or 0):  # some tables begin after that row
-            self._check_length(module, length, limit, kwargs)
+        length = 0 if tokens is None else tokens.shape[1]
+        length += past if isinstance(past, int) else 0  # as far as known without waiting for a GPU
+        if length > self.allowed:
+            self._refuse(module, length, kwargs)
 
-    def _check_length(self, module: PreTrainedModel, length: int, limit: int, inputs: dict[str, Any]) -> None:
-        if self.known is None or self.known[0] != limit:
-            self.known = limit, table_length(module, limit)
-        allowed = self.known[1]
-        if allowed is None or length <= allowed:
-            return
+    def _refuse(self, module: PreTrainedModel, length: int, inputs: dict[str, Any]) -> None:
+        """Raise, unless the input is packed or some models give no positions to its padding."""
+        allowed: Any = self.allowed
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         if positions is not None:
-            length, allowed = int(positions.max()) + 1, limit
+            length, allowed = int(positions.max()) + 1, self.limit
         elif mask is not None and mask.ndim == 2:
-            length = int(mask.sum(-1).max())  # some models give no positions to padding
+            length = int(mask.sum(-1).max())
         if length > allowed:
             raise ValueError(
                 f"The input has {length} tokens, but {type(module).__name__} has positions for {allowed}. Truncate it: "

@@ -72,7 +72,7 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
     counts: Counter[int] = Counter()  # by config: a tower is restored alone, without those beside it
     sites = []
     for name, module in found:
-        owner = _owner(name, owners)
+        owner = owner_of(name, owners)
         sites.append(_site(name, module, owner, counts[id(owner.config)], reasons.get(id(owner.config))))
         counts[id(owner.config)] += 1
     return sites
@@ -100,7 +100,8 @@ def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
     return roots
 
 
-def _owner(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
+def owner_of(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
+    """The innermost transformers model that a module belongs to, by its path."""
     while name and name not in owners:
         name = name.rpartition(".")[0]
     return owners[name] if name in owners else next(iter(owners.values()))
@@ -114,7 +115,7 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
     reasons: dict[int, str] = {}
     for name, module in model.named_modules():
         cls, source = type(module), _source(type(module))
-        owner = _owner(name, owners)
+        owner = owner_of(name, owners)
         config = owner.config
         if module is owner and _MAKES_MASK.search(source):
             reason = f"its model makes an attention mask of pairs of its own ({cls.__name__})"

@@ -26,7 +26,7 @@ def as_batches(
 
 
 def texts_in(data: Data, tokenizer: PreTrainedTokenizerBase | None) -> list[str] | None:
-    """The texts, one or several, which need a tokenizer; None for batches, which must come without one."""
+    """The texts, one or several, which need a tokenizer; None for batches."""
     first = data[0] if isinstance(data, Sequence) and len(data) else None
     if isinstance(first, str):
         if tokenizer is None:
@@ -35,8 +35,6 @@ def texts_in(data: Data, tokenizer: PreTrainedTokenizerBase | None) -> list[str]
     if isinstance(data, str) or not isinstance(data, Iterable):
         given = "an empty text" if isinstance(data, str) else type(data).__name__
         raise ValueError(f"Give texts with their tokenizer, batches as a tokenizer returns them, or one; not {given}.")
-    if tokenizer is not None:
-        raise ValueError("tokenizer is for texts, but these are batches already; leave it out.")
     return None
 
 

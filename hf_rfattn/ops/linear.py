@@ -77,7 +77,7 @@ class FeatureFunction(NamedTuple):
 
 @dataclass
 class State:
-    """Base of all states: dataclasses of tensors, of other states, and of lists of states.
+    """Base of all states: dataclasses of tensors (or None), of other states, and of lists of states.
 
     `empty` gives the value a field has when nothing was seen, if that is not zero.
     """
@@ -89,7 +89,7 @@ class State:
         found: list[Tensor] = []
         for value in vars(self).values():
             for part in value if isinstance(value, list) else [value]:
-                found += part.tensors() if isinstance(part, State) else [part]
+                found += part.tensors() if isinstance(part, State) else [] if part is None else [part]
         return found
 
     def reset(self) -> None:
@@ -98,7 +98,7 @@ class State:
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, State):
                     part.reset()
-                else:
+                elif part is not None:
                     part.fill_(self.empty.get(name, 0.0))
 
     def map(self, function: Any) -> "State":
@@ -107,7 +107,7 @@ class State:
         def mapped(value: Any) -> Any:
             if isinstance(value, list):
                 return [mapped(item) for item in value]
-            return value.map(function) if isinstance(value, State) else function(value)
+            return value.map(function) if isinstance(value, State) else None if value is None else function(value)
 
         return type(self)(**{name: mapped(value) for name, value in vars(self).items()})
 
@@ -119,7 +119,6 @@ class State:
         """The state on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    @torch.no_grad()
     def copy_(self, other: "State") -> None:
         """Take the values of another state, at the same addresses; tensors that have grown are replaced."""
         for name, value in vars(self).items():
@@ -129,7 +128,8 @@ class State:
                 continue
             for old, new in zip(value, theirs, strict=True) if isinstance(value, list) else [(value, theirs)]:
                 if old is not new:
-                    old.copy_(new)
+                    with torch.no_grad():
+                        old.copy_(new)
 
 
 @dataclass
