@@ -34,7 +34,6 @@ SMALL = {
     "rank": dict(tokens=24, bands=(0, 1, 4)),
     "mrf": dict(
         states=(4, 8), features=(8, 16), lengths=(2, 4), norms=(0.5, 1), centre=(8, 8, 4, 1), draws=2,
-        timed_states=(8, 16), timed_features=(4,), log_space_until=8, repetitions=2,
     ),
 }  # fmt: skip
 WITH_MODEL = ("heads", "rank")

@@ -19,7 +19,7 @@ def study(
     full: Annotated[bool, typer.Option("--full", help="More draws and sizes than the quick run.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plots.")] = Path("study_out"),
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads (`time`, `mrf`).")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads (`time`).")] = None,
     model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     text_file: Annotated[Path | None, typer.Option(help="Text to read; by default an English one.")] = None,
     tokens: Annotated[int | None, typer.Option(min=8, help="Number of tokens of the text.")] = None,
@@ -37,7 +37,7 @@ def study(
 
     `rank`: singular values of a pretrained model's attention, and the rank that is left outside a band.
 
-    `mrf`: linear-chain Markov random fields: error of log Z by features, beside attention, and time.
+    `mrf`: linear-chain Markov random fields: error of log Z by features, beside attention.
     """
     with errors_without_traceback():
         from ..results import print_blocks

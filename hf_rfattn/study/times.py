@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from ..bench.panels import Panel, draw, lines_of
-from ..bench.timing import Competitor, Spread, interleave, median_ratio, threads
+from ..bench.timing import Competitor, interleave, median_ratio, spread, threads
 from ..features.projections import seeded_generator
 from ..ops import hadamard_matrix, walsh_hadamard_transform
 from ..results import Table, measured_crossover
@@ -52,9 +52,9 @@ class TimeStudy(Study):
                 }
                 seconds = interleave(competitors, self.repetitions)
                 for name, own in seconds.items():
-                    spread = Spread.of([1000 * s for s in own])
-                    row = {"what": "transform", "size": dim, "name": name, "median_ms": spread.median}
-                    row |= {"low": spread.lower, "high": spread.upper}
+                    time = spread([1000 * s for s in own])
+                    row = {"what": "transform", "size": dim, "name": name, "median_ms": time["median"]}
+                    row |= {"low": time["lower"], "high": time["upper"]}
                     rows.append(row | {"over_baseline": round(median_ratio(own, seconds[DENSE]), 4)})
         return {"rows": rows, "threads": count}
 
