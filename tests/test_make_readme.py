@@ -45,7 +45,7 @@ def test_every_result_file_is_on_the_page(documents):
 
 def test_a_benchmark_fills_the_pages_and_a_second_run_changes_nothing(tmp_path):
     folder = tmp_path / make_readme.RESULTS
-    run("bench", "ops", "--lengths", "32,64", "--features", "8", "--dtypes", "float32", *QUICK_OPS, "--output", folder)
+    run("bench", "ops", "--lengths", "32,64", "--features", "8", *QUICK_OPS, "--output", folder)
     (folder / "ops.png").unlink()
     document = json.loads((folder / "ops.json").read_text())
     document["cells"][1]["speed_over_softmax"] = 12.345
@@ -58,7 +58,7 @@ def test_a_benchmark_fills_the_pages_and_a_second_run_changes_nothing(tmp_path):
     for name in list(make_readme.PAGES)[:2]:
         text = (tmp_path / name).read_text()
         assert "old" not in text and document["hardware"]["cpu"] in text
-        assert "| bidirectional, forward | favor+, M = 8 | 12.3 ×" in text
+        assert "| bidirectional, inference | favor+, M = 8 | 12.3 ×" in text
         assert "before\n<!-- accuracy:start -->\nNothing has been measured yet." in text
     assert "](ops.png)" in (tmp_path / make_readme.RESULTS / "README.md").read_text()
     written = [folder / "ops.png", *(tmp_path / name for name in make_readme.PAGES)]
@@ -79,8 +79,12 @@ def test_evaluations_stand_beside_softmax(tmp_path):
     for name, document in found.items():
         write_result(document, tmp_path / name)
     text = as_markdown(make_readme.evaluations(found, ""))
-    assert "| softmax | 0.8 | 100.0 % | 10 | 1.00 × |" in text
-    assert "| fmm, after 7 steps of transfer | 0.4 | 50.0 % | 30 | 3.00 × |" in text
+    assert "| softmax | 80.0 | 100.0 % | 10 | 1.00 × | 777 MiB |" in text
+    assert "| fmm, after 7 steps of transfer | 40.0 | 50.0 % | 30 | 3.00 × |" in text
+    for document in found.values():
+        document["load_average"] = [5.0, 5.0, 5.0]
+    text = as_markdown(make_readme.evaluations(found, ""))
+    assert "| softmax | 80.0 | 100.0 % | 777 MiB |" in text and "samples/s" not in text  # the machine was busy
 
 
 def test_evaluations_take_their_speed_from_the_benchmark_of_the_model():
@@ -97,8 +101,8 @@ def test_evaluations_take_their_speed_from_the_benchmark_of_the_model():
     ]
     found["bench.json"] = {"kind": "bench model", "model": {"name": BASE}, "attention": {"fmm": fmm}, "cells": cells}
     text = as_markdown(make_readme.evaluations(found, ""))
-    assert "| softmax | 0.8 | 100.0 % | 17 | 1.00 × | 1.00 × | 1 MiB |" in text
-    assert "| fmm | 0.5 ± 0.14 | 62.5 % | 17 | 1.70 × | 1.50 × | 1 MiB |" in text
+    assert "| softmax | 80.0 | 100.0 % | 17 | 1.00 × | 1.00 × | 1 MiB |" in text
+    assert "| fmm | 50.0 ± 14.1 | 62.5 % | 17 | 1.70 × | 1.50 × | 1 MiB |" in text
 
 
 def test_decoders_by_context_length():

@@ -3,6 +3,7 @@
 `hf-rfattn study NAME` on the command line, `run` from Python.
 """
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 STUDIES = {  # module and class; imported when they run, since plots take a while to import
     "gram": ("gram", "GramStudy"),
     "mse": ("mse", "MseStudy"),
-    "time": ("times", "TimeStudy"),
     "heads": ("heads", "HeadsStudy"),
     "rank": ("rank", "RankStudy"),
     "mrf": ("markov_fields", "MrfStudy"),
@@ -25,8 +25,6 @@ def study_class(name: str) -> "type[Study]":
     >>> study_class("gram").__name__
     'GramStudy'
     """
-    import importlib
-
     if name not in STUDIES:
         raise ValueError(f"Unknown study {name!r}; choose one of {', '.join(STUDIES)}.")
     module, attribute = STUDIES[name]
