@@ -101,7 +101,7 @@ def test_attention_itself_needs_torch_alone(path):
 def test_recipes_use_the_public_api_and_results_alone(path):
     for line, imported in imports(path, "recipes"):
         inner = imported.removeprefix("hf_rfattn.")
-        if imported != inner and inner not in hf_rfattn._HOMES:
+        if imported != inner and inner not in hf_rfattn._HOME.values():
             assert inner.partition(".")[0] in FOR_RECIPES, (
                 f"recipes/{path.name}:{line} imports {imported}; take it from hf_rfattn itself, or from its rooms "
                 f"{' and '.join(FOR_RECIPES)}."

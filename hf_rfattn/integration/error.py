@@ -130,24 +130,22 @@ def run_with_softmax(
 
 def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
     """What the batch goes through: the model, or the patched transformers models in one that takes no keywords, as a
-    SentenceTransformer, which takes one dict.
+    SentenceTransformer, which takes one dict. Without a head, where it holds no mechanism: over a large vocabulary it
+    may cost more than all layers.
     """
-    if isinstance(model, PreTrainedModel):
-        return [_without_head(model)]
+    roots = [model]
     try:
         inspect.signature(model.forward).bind(**inputs)
     except TypeError:
-        return [_without_head(root) for root in outermost_models(model) if outer_mechanisms(root)]
-    return [model]
-
-
-def _without_head(model: PreTrainedModel) -> nn.Module:
-    """The part that holds all mechanisms: a head over a large vocabulary may cost more than all layers."""
-    if model.config.is_encoder_decoder:
-        return model
-    inside = {id(m) for m in model.base_model.modules()}
-    patched = [m for m in model.modules() if isinstance(m, Mechanism)]
-    return model.base_model if all(id(m) in inside for m in patched) else model
+        roots = [root for root in outermost_models(model) if outer_mechanisms(root)]
+    bodies = []
+    for root in roots:
+        body = root
+        if isinstance(root, PreTrainedModel) and not root.config.is_encoder_decoder:
+            whole = len(outer_mechanisms(root.base_model)) == len(outer_mechanisms(root))
+            body = root.base_model if whole else root
+        bodies.append(body)
+    return bodies
 
 
 def valid_queries(exact: Tensor, masks: Mapping[str, Any]) -> Tensor:
