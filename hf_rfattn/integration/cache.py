@@ -17,6 +17,12 @@ from ..mechanisms import Mechanism
 from ..ops import State
 from .names import CACHE, NAME
 
+_START_AGAIN = "Start again without past_key_values."
+_ROLLBACK = (
+    "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
+    "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
+)
+
 
 class RecurrentLayer(CacheLayerMixin):
     """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context; unless the
@@ -35,15 +41,13 @@ class RecurrentLayer(CacheLayerMixin):
         """
         if type(layer) not in (DynamicLayer, StaticLayer):
             raise NotImplementedError(
-                f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the "
-                "default cache (cache_implementation=None or 'static')."
+                f"A patched layer cannot use a {type(layer).__name__}; set cache_implementation to None or 'static'."
             )
         copied = isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel()
         if copied or int(layer.get_seq_length()) > 0:
             raise ValueError(
                 "This cache was filled by softmax attention (before patching, or in training mode), or is a copy of "
-                "the keys and values of another one, as Whisper's generate returns it; a recurrent state cannot be "
-                "made from it. Start again without past_key_values."
+                f"keys and values, as Whisper's generate returns it; no state can be made from it. {_START_AGAIN}"
             )
         super().__init__()
         self.static_length = layer.max_cache_len if isinstance(layer, StaticLayer) else None
@@ -80,22 +84,14 @@ class RecurrentLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
         if not self.announced:
-            raise ValueError(
-                "This cache holds the state of linear attention, which softmax cannot read: the model was unpatched, "
-                "switched to softmax or patched in other layers after the cache was filled. Start again without "
-                "past_key_values."
-            )
+            raise ValueError(f"This cache was filled by patched layers, and softmax cannot read it. {_START_AGAIN}")
         if self.waiting:
-            raise NotImplementedError(
-                "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
-                "cache. Pass use_cache=False."
-            )
+            raise NotImplementedError("The keys of the last step never reached their mechanism. Pass use_cache=False.")
         batch, _, new, _ = key_states.shape
         if self.keys is not None and batch != self.batch_size:
             raise ValueError(
-                f"This cache holds {self.batch_size} sequences, but the input has {batch}. Give each batch a cache of "
-                "its own, or first select or repeat the rows of this one: cache.batch_select_indices(rows), "
-                "cache.batch_repeat_interleave(n)."
+                f"This cache holds {self.batch_size} sequences, but the input has {batch}. Give each batch its own "
+                "cache, or first call cache.batch_select_indices(rows) or cache.batch_repeat_interleave(n)."
             )
         self.announced, self.waiting = False, True
         # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
@@ -203,12 +199,6 @@ class RecurrentLayer(CacheLayerMixin):
         raise NotImplementedError(_ROLLBACK)
 
 
-_ROLLBACK = (
-    "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
-    "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
-)
-
-
 class Stateful:
     """True while patched attention modules are in use, not softmax: transformers then refuses, before the first token,
     what would need to take tokens back.
@@ -252,8 +242,8 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
             layer.versions = versions
         if layer.patch_number != mechanism.patch_number or layer.versions != versions:
             raise ValueError(
-                "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
-                "redrawn or calibrated after the cache was filled. Start again without past_key_values."
+                "This cache was filled by another mechanism or random draw: the model was patched, redrawn or "
+                f"calibrated after that. {_START_AGAIN}"
             )
         layer.announced = True
     return args, {**kwargs, CACHE: layer}

@@ -15,8 +15,8 @@ from .discovery import AttentionSite, find_attention
 from .error import relative_error, sum_errors
 from .inputs import Data, as_batches
 from .names import SPEC
-from .patching import SOFTMAX, build_at, patch_model, unpatch_model
-from .spec import parse_layers
+from .patching import build_at, patch_model, unpatch_model
+from .spec import SOFTMAX, parse_layers
 from .text_table import text_table
 
 Limit = Literal["error", "cost"]
