@@ -193,8 +193,8 @@ def test_processes_share_texts(monkeypatch):
     for rank in range(2):
         monkeypatch.setattr(conversion_batches, "process_count", lambda: 2)
         monkeypatch.setattr(conversion_batches, "process_rank", lambda rank=rank: rank)
-        shared = conversion_batches._Texts(texts, Words(), batch_size=3, max_length=8, seed=0)
-        seen.append([text for batch in shared for text in batch["texts"]])
+        shared = conversion_batches.TrainingBatches(texts, Words(), batch_size=3, max_length=8, seed=0)
+        seen.append([text for batch in shared.given for text in batch["texts"]])
     assert [len(part) for part in seen] == [12, 12] and sorted(seen[0] + seen[1]) == sorted(texts)
 
 

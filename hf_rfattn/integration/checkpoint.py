@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..features import FeatureMap
 from ..mechanisms import Mechanism
-from .discovery import find_attention
+from .discovery import find_attention, nested_configs
 from .names import CODE, NAME, SPEC
 from .patching import apply_patch, remember_model
 from .spec import DAMAGED, SOFTMAX_NAMES, PatchSpec
@@ -84,13 +84,13 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
     Its `auto_map` names our file while the model is patched. One entry serves every Auto class, since all of them read
     the config first; models that bring code of their own keep theirs.
     """
-    patched = any(getattr(c, SPEC, None) is not None for c in _with_nested(config))
+    patched = _says_so(config)
     auto_map = getattr(config, "auto_map", None) or {}
     ours = _LOADER in str(auto_map.get("AutoConfig"))  # loaded from the Hub, it has a repository's name in front
     if not patched and not ours:
         return config
     config = copy.deepcopy(config)
-    for part in _with_nested(config):
+    for part in nested_configs(config):
         spec = getattr(part, SPEC, None)
         if isinstance(spec, dict) and spec.get("softmax") not in SOFTMAX_NAMES:  # a kernel, or of this process alone
             setattr(part, SPEC, {**spec, "softmax": "sdpa"})
@@ -133,20 +133,18 @@ def _is_patched(path: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the config that is about to be used says so; errors are left to transformers."""
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
-        return any(getattr(c, SPEC, None) is not None for c in _with_nested(config))
-    where = path if config is None else config
+        return _says_so(config)
     names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+    given = {name: kwargs[name] for name in names if name in kwargs}
     try:
-        document, _ = PreTrainedConfig.get_config_dict(where, **{n: kwargs[n] for n in names if n in kwargs})
+        document, _ = PreTrainedConfig.get_config_dict(path if config is None else config, **given)
     except Exception:
         return False
-    nested = [value for value in document.values() if isinstance(value, dict)]
-    return any(SPEC in d for d in (document, *nested))
+    return any(SPEC in part for part in (document, *document.values()) if isinstance(part, dict))
 
 
-def _with_nested(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return [config, *(c for c in nested if isinstance(c, PreTrainedConfig))]
+def _says_so(config: PreTrainedConfig) -> bool:
+    return any(getattr(c, SPEC, None) is not None for c in nested_configs(config))
 
 
 def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool) -> None:
