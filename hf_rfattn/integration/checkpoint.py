@@ -28,7 +28,7 @@ from .spec import DAMAGED, SOFTMAX_NAMES, PatchSpec
 from .wrapping import wraps_method
 
 _LOADER = f"{CODE.removesuffix('.py')}.PatchedConfig"
-_LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # a patched checkpoint, by from_pretrained
+_LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # by from_pretrained
 
 
 @wraps_method(PreTrainedModel, "_initialize_weights")
@@ -84,7 +84,7 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
     Its `auto_map` names our file while the model is patched. One entry serves every Auto class, since all of them read
     the config first; models that bring code of their own keep theirs.
     """
-    patched = _says_so(config)
+    patched = _is_patched(config)
     auto_map = getattr(config, "auto_map", None) or {}
     ours = _LOADER in str(auto_map.get("AutoConfig"))  # loaded from the Hub, it has a repository's name in front
     if not patched and not ours:
@@ -104,55 +104,37 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @wraps_method(PreTrainedModel, "from_pretrained")
-def _load_checked(original: Any, cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-    path = pretrained_model_name_or_path
-    if not _is_patched(path, kwargs):
-        return original(cls, path, *args, **kwargs)
+def _load_checked(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     wants_info = kwargs.pop("output_loading_info", False)
     # Auto classes put what the caller asked for into the config; a key that was lost leaves None there.
     explicit = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
-    ignore = kwargs.pop("ignore_mismatched_sizes", False)
-    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}  # never pickle
     token = _LOADING.set(True)
     try:
-        model, info = original(cls, path, *args, **kwargs)
+        model, info = original(cls, *args, output_loading_info=True, **kwargs)
     finally:
         _LOADING.reset(token)
-    _check_loaded(path, info, ignore)
-    _finish_loading(model, activate=explicit is None)
-    if explicit not in (None, NAME):
-        warnings.warn(
-            f"{path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax again. Leave it out, "
-            f"or call model.set_attn_implementation({NAME!r}).",
-            stacklevel=3,
-        )
+    if _is_patched(model.config):
+        _check_tensors(model.name_or_path, info)
+        _finish_loading(model, activate=explicit is None)
+        if explicit not in (None, NAME):
+            warnings.warn(
+                f"{model.name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax again. "
+                f"Leave it out, or call model.set_attn_implementation({NAME!r}).",
+                stacklevel=3,
+            )
     return (model, info) if wants_info else model
 
 
-def _is_patched(path: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the config that is about to be used says so; errors are left to transformers."""
-    config = kwargs.get("config")
-    if isinstance(config, PreTrainedConfig):
-        return _says_so(config)
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-    given = {name: kwargs[name] for name in names if name in kwargs}
-    try:
-        document, _ = PreTrainedConfig.get_config_dict(path if config is None else config, **given)
-    except Exception:
-        return False
-    return any(SPEC in part for part in (document, *document.values()) if isinstance(part, dict))
-
-
-def _says_so(config: PreTrainedConfig) -> bool:
+def _is_patched(config: PreTrainedConfig) -> bool:
     return any(getattr(c, SPEC, None) is not None for c in nested_configs(config))
 
 
-def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool) -> None:
-    mismatched = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info["mismatched_keys"])
+def _check_tensors(path: str, info: dict[str, Any]) -> None:
+    """Every tensor of the mechanisms must come from the checkpoint."""
     problems = {
         "lacks": info["missing_keys"],
         "has, but its config does not account for,": info["unexpected_keys"],
-        "has the wrong shape of": mismatched,
+        "has the wrong shape of": [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]],
     }
     for what, keys in problems.items():
         names = sorted(key for key in keys if ".rf." in key)
@@ -161,10 +143,6 @@ def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
                 f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. "
                 f"Nothing is drawn anew on loading. {DAMAGED}"
             )
-    if mismatched and not ignore_mismatched_sizes:
-        raise RuntimeError(
-            f"{path}: sizes differ for {', '.join(mismatched)}; ignore_mismatched_sizes=True would reset them."
-        )
 
 
 def _finish_loading(model: PreTrainedModel, activate: bool) -> None:
