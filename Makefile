@@ -4,7 +4,7 @@
 # make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
 #               (or stories) for other files of recipes/compare than accuracy.yaml
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
-# make readme   the parts of README.md, recipes/results/README.md and docs/reference/upstream.md that are made from result files
+# make readme   the parts of README.md, recipes/results/README.md and docs/reference that are generated from result files and models
 # make docs     the guides and the API reference as a site, into site/index.html
 # make dist     sdist and wheel, checked, into dist/
 # make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
@@ -58,7 +58,7 @@ bench: $(VENV)/.dev
 
 readme: $(VENV)/.recipes
 	$(BIN)/python recipes/make_readme.py
-	PYTHONPATH=tests $(BIN)/python -m support.reach_table --readme README.md
+	PYTHONPATH=tests $(BIN)/python -m support.reach_table --page docs/reference/models.md
 
 # Not with --quiet: mkdocs then counts no warnings, and --strict lets broken links pass.
 docs: $(DOCS)/.docs

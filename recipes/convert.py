@@ -35,10 +35,9 @@ class ConvertOptions(CommonOptions):
     max_samples: int | None = described("Number of rows to learn from, the same for every seed.")
 
     steps: int = described("Steps of attention transfer.", 400)
-    batch_size: int = described("Sequences per step, over all processes.", 16)
+    batch_size: int = described("Sequences per step, over all processes.", 8)
     learning_rate: float | None = described("Peak learning rate. Default: that of hf_rfattn.convert.")
     parts: float | None = described("Weight of a second loss, that far fields imitate softmax by themselves.")
-    divergence: float = described("Weight of the divergence of attention weights; quadratic memory.", 0.0)
     save_every: int = described("Steps between states that --resume can continue from.", 100)
 
     def __post_init__(self) -> None:
@@ -87,7 +86,6 @@ def teach(session: Session, options: ConvertOptions) -> None:
         steps=options.steps,
         learning_rate=options.learning_rate,
         parts=options.parts,
-        divergence=options.divergence,
         measure=model_inputs(rows, collate, list(range(batch_size))),
     )
     if accelerator.is_main_process:

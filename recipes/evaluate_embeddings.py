@@ -7,8 +7,9 @@ python recipes/evaluate_embeddings.py --model BAAI/bge-small-en-v1.5 --task stsb
 import training.messages  # noqa: F401  # isort: skip
 
 import dataclasses
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ from training.options import SEQUENCE_PARALLEL, CommonOptions, described
 from training.retrieval import CUT, Retrieval, embed, from_squad, load_encoder, model_inside, ranking_metrics, read_beir
 from training.session import MODEL, Session, in_session, run_recipe, whole_folder
 from training.task import TrainingOrder, check_share
-from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
+from training.teaching import MODEL_INPUTS, Inputs, model_inputs, recorded_transfer, transfer, transfer_document
 
 import hf_rfattn
 from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 512  # of models that name no limit
 PAIR = ["sentence1", "sentence2"]
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 QUERIES_AT_ONCE = 256  # whose scores with all documents are held in memory
 
 
@@ -57,6 +59,7 @@ class EmbeddingOptions(CommonOptions):
     query_prefix: str | None = described("Text in front of queries. Default: what the model's own files say.")
     document_prefix: str | None = described("Text in front of documents. Default: likewise.")
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
+    batch_size: int = described("Texts per step of attention transfer, over all processes.", 4)
     eval_batch_size: int = described("Texts that a process encodes at once.", 32)
     transfer_steps: int = described("Steps of attention transfer on the texts before evaluation, without labels.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
@@ -85,10 +88,9 @@ def evaluate(session: Session, options: EmbeddingOptions) -> None:
     with accelerator.main_process_first():
         source, split, data, examples = load(options, encoder, length)
     session.open_output()
-    found: dict[str, Any] = {"attention": attention_of(model)}
+    found: dict[str, Any] = {"attention": attention_of(model), "transfer": recorded_transfer(options.model)}
     if options.transfer_steps:
-        texts = list(data.documents.values()) if isinstance(data, Retrieval) else data[PAIR[0]][:] + data[PAIR[1]][:]
-        found["transfer"] = teach(session, encoder, texts, length)
+        found["transfer"] = teach(session, encoder, data, length)
     if session.sequence_group is not None:
         hf_rfattn.shard_sequence(model, session.sequence_group)
     if isinstance(data, Retrieval):
@@ -142,33 +144,53 @@ def load(
     return source, split, data, data.as_datasets()
 
 
-def teach(session: Session, encoder: Any, texts: Sequence[str], length: int) -> dict[str, Any]:
-    """Attention transfer on the texts; errors are measured on the first of them."""
+def teach(session: Session, encoder: Any, data: Retrieval | Dataset, length: int) -> dict[str, Any]:
+    """Attention transfer on the texts; errors are measured on the first of them.
+
+    Beside documents, every third step sees sentences of them, four times as many: queries are as short.
+    """
     options, tokenizer = session.options, with_padding(encoder.tokenizer)
-    encoded = tokenizer(list(texts), truncation=True, max_length=length)
-    rows = Dataset.from_dict({name: encoded[name] for name in MODEL_INPUTS if name in encoded})
-    collate, order = Collator(tokenizer), TrainingOrder(len(rows), options.batch_size, options.seed)
+    collate, size = Collator(tokenizer), options.batch_size
+
+    def rows_and_inputs(texts: Sequence[str], size: int) -> tuple[Dataset, Inputs]:
+        encoded = tokenizer(list(texts), truncation=True, max_length=length)
+        rows = Dataset.from_dict({name: encoded[name] for name in MODEL_INPUTS if name in encoded})
+        return rows, Inputs(rows, collate, TrainingOrder(len(rows), size, options.seed), session.accelerator)
+
+    batches: Iterable[Any]
+    if isinstance(data, Retrieval):
+        for_query, for_document = (prefix or "" for prefix in prefixes(options, encoder))
+        texts = list(data.documents.values())
+        sentences = [for_query + part for text in texts for part in SENTENCE_END.split(text)]
+        rows, long = rows_and_inputs([for_document + text for text in texts], size)
+        _, short = rows_and_inputs(sentences, 4 * size)
+        documents = iter(long)
+        batches = (batch for some in short for batch in (next(documents), next(documents), some))
+    else:
+        rows, batches = rows_and_inputs(data[PAIR[0]][:] + data[PAIR[1]][:], size)
     done = transfer(
         session,
         model_inside(encoder),
-        Inputs(rows, collate, order, session.accelerator),
+        batches,
         steps=options.transfer_steps,
         learning_rate=options.transfer_learning_rate,
-        measure=model_inputs(rows, collate, list(range(min(options.batch_size, len(rows))))),
+        measure=model_inputs(rows, collate, list(range(min(size, len(rows))))),
     )
-    return {**transfer_document(done, options.batch_size), "max_length": length}
+    return {**transfer_document(done, size), "max_length": length}
+
+
+def prefixes(options: Any, encoder: Any) -> list[str | None]:
+    """Of queries and documents: as the options say, or else the model's own files."""
+    given = {"query": options.query_prefix, "document": options.document_prefix}
+    return [encoder.prompts.get(name) or None if prefix is None else prefix for name, prefix in given.items()]
 
 
 def retrieve(session: Session, encoder: Any, data: Retrieval) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Rank all documents for each query."""
-    options, prompts = session.options, encoder.prompts
-    prefixes = [
-        prompts.get(name) or None if given is None else given
-        for name, given in (("query", options.query_prefix), ("document", options.document_prefix))
-    ]
-    run = partial(embed, encoder, session=session, batch_size=options.eval_batch_size)
-    documents, speed = run(list(data.documents.values()), prefix=prefixes[1])
-    queries, _ = run(list(data.queries.values()), prefix=prefixes[0])
+    for_query, for_document = prefixes(session.options, encoder)
+    run = partial(embed, encoder, session=session, batch_size=session.options.eval_batch_size)
+    documents, speed = run(list(data.documents.values()), prefix=for_document)
+    queries, _ = run(list(data.queries.values()), prefix=for_query)
     names, best = list(data.documents), min(CUT, len(data.documents))
     order = [
         row

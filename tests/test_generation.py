@@ -366,6 +366,25 @@ def test_compiled_decoding_step(name):
     assert counter.frame_count == 1, "the step was compiled again"
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_steps_let_a_dynamic_cache_grow():
+    """Some programs at first, then one for all lengths; multipole holds all keys."""
+    model = patch_model(sharpened(tiny_llama(num_hidden_layers=1)), "multipole", exact_keys=16, block=4)
+    tokens, cache = torch.randint(1, 50, (2, 60)), DynamicCache(config=model.config)
+    expected = model(input_ids=tokens, use_cache=False).logits
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, fullgraph=True, backend=counter)
+    step(input_ids=tokens[:, :20], past_key_values=cache, use_cache=True)
+    for t in range(20, 60):
+        before = counter.frame_count
+        positions = torch.full((2, 1), t)
+        out = step(input_ids=tokens[:, t : t + 1], position_ids=positions, past_key_values=cache, use_cache=True)
+        torch.testing.assert_close(out.logits[:, 0], expected[:, t], rtol=1e-4, atol=1e-4)
+    assert counter.frame_count == before <= 6
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @every_mechanism
 def test_training_with_a_cache_is_training_without(family, variant):

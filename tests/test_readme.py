@@ -5,6 +5,7 @@ those on the Hub; and the reference has every public name.
 import re
 from pathlib import Path
 
+import pandas
 import pytest
 import transformers
 from support.models import tiny_gpt2
@@ -14,18 +15,25 @@ import hf_rfattn
 from hf_rfattn.mechanisms import registry
 
 ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 
-def tiny_classifier():
+def tiny_classifier(cls=transformers.BertForSequenceClassification):
     sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 64}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, vocab_size=50))
+    return cls(transformers.BertConfig(**sizes, vocab_size=50))
 
 
 ON_THE_HUB = {
+    "AutoModel": {"BAAI/bge-small-en-v1.5": lambda: tiny_classifier(transformers.BertModel)},
     "AutoModelForSequenceClassification": {"google-bert/bert-base-uncased": tiny_classifier},
     "AutoModelForCausalLM": {"openai-community/gpt2": tiny_gpt2},
-    "AutoTokenizer": {"google-bert/bert-base-uncased": tiny_tokenizer, "openai-community/gpt2": tiny_tokenizer},
+    "AutoTokenizer": {
+        "google-bert/bert-base-uncased": tiny_tokenizer,
+        "openai-community/gpt2": tiny_tokenizer,
+        "BAAI/bge-small-en-v1.5": tiny_tokenizer,
+    },
 }
 
 
@@ -57,10 +65,20 @@ TEXTS = ["the good film", "bad"] * 20
 
 
 def test_every_python_block_of_the_readme_runs(run):
-    session = run(ROOT / "README.md", tokenizer=tiny_tokenizer(), texts=TEXTS)
-    assert Path("error.png").exists() and Path("my-model/model.safetensors").exists()
-    assert session["out"].sequences.shape == (1, 70)
-    assert session["tokenizer"].model_max_length == 4096
+    session = run(ROOT / "README.md", texts=TEXTS)
+    assert Path("my-model/model.safetensors").exists()
+    assert session["tokenizer"].model_max_length == 2048
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"needs bge-small and WikiText-2 in {SHARED}")
+def test_the_readme_prints_what_its_model_gives(capsys):
+    """The first block, with the real model."""
+    code, printed = re.search(r"```python\n(.*?)```\n```\n(.*?)```", README, flags=re.DOTALL).groups()
+    code = code.replace("BAAI/bge-small-en-v1.5", str(SHARED / "models" / "bge-small-en-v1.5"))
+    texts = pandas.read_parquet(SHARED / "data" / "wikitext-2-raw-v1" / "validation.parquet").text
+    exec(code, {"texts": [text for text in texts if len(text) > 200]})
+    expected, found = (float(re.search(r"tensor\(\[(.*?)\]", text)[1]) for text in (printed, capsys.readouterr().out))
+    assert abs(expected - found) < 2e-3
 
 
 @pytest.mark.parametrize("document", [ROOT / "docs" / "index.md", *GUIDES], ids=lambda path: path.stem)

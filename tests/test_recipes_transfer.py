@@ -259,7 +259,7 @@ def test_a_conversion_that_is_interrupted_or_whose_state_is_damaged(bert, texts,
     def breaks(self, batch):
         if self.step == 5:
             raise KeyboardInterrupt
-        train(self, batch)
+        return train(self, batch)
 
     monkeypatch.setattr(hf_rfattn.conversion.transfer.Transfer, "train", breaks)
     with pytest.raises(KeyboardInterrupt, match="with --resume continues the attention transfer"):

@@ -1,5 +1,6 @@
 """Pages of the site that are not in `docs`: documents from elsewhere in the repository, and the command line."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md"
 FOLDER = "project"
 COMMANDS = "reference/commands.md"
 LINK = re.compile(r"(?<!!)\[([^]\n]*)\]\(([^)#:\s]+)\)")
-TARGET = re.compile(r"\]\(([^)#:\s]+)\)")
+TARGET = re.compile(r"\]\(([^)#:\s]+)(?=[)#])")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -22,8 +23,9 @@ def on_files(files: Files, config: Any) -> Files:
         text = (root / document).read_text(encoding="utf-8")
         linked = [root / document, *((root / document).parent / target for target in TARGET.findall(text))]
         for path in linked:
-            name = f"{FOLDER}/{path.resolve().relative_to(root.resolve()).as_posix()}"
-            if path.is_file() and files.get_file_from_path(name) is None:
+            relative = path.resolve().relative_to(root.resolve())
+            name = f"{FOLDER}/{relative.as_posix()}"
+            if path.is_file() and relative.parts[0] != "docs" and files.get_file_from_path(name) is None:
                 files.append(File.generated(config, name, abs_src_path=str(path)))
     files.append(File.generated(config, COMMANDS, content=_commands(root)))
     return files
@@ -37,7 +39,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     here = Path(page.file.abs_src_path).parent
     markdown = LINK.sub(lambda link: link[1] if (here / link[2]).is_dir() else link[0], markdown)
+    markdown = TARGET.sub(lambda target: f"]({_on_site(here, target[1], page, config)}", markdown)
     return re.sub(r"(?m)^((?!-|  |\|).*\S)\n(?=- |\|)", r"\1\n\n", markdown)
+
+
+def _on_site(here: Path, target: str, page: Any, config: Any) -> str:
+    """A link to a page of `docs`, which the site has at its root."""
+    path, docs = (here / target).resolve(), Path(config.docs_dir).resolve()
+    if not path.is_relative_to(docs):
+        return target
+    return os.path.relpath(path.relative_to(docs), Path(page.file.src_uri).parent)
 
 
 def _commands(root: Path) -> str:

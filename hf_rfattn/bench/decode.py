@@ -170,7 +170,7 @@ class Decoder:
         if isinstance(layer, RecurrentLayer):
             layer.seen = self.context - 1
             if isinstance(layer.state, Context):
-                layer.state.count.fill_(self.context - 1)
+                layer.state.rewind(self.context - 1)
             return
         if isinstance(layer, StaticLayer):
             layer.cumulative_length.fill_(self.context - 1)  # type: ignore[attr-defined]

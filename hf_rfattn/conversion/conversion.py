@@ -2,7 +2,8 @@
 
 Softmax outputs o are put in place of the mechanism's ô, so that every layer sees the queries, keys and values of the
 original model. Each then minimises Σ_h ‖ô_h - o_h‖² / ‖o_h‖² over its own parameters alone: all layers learn at once
-and apart from each other, in one pass of the model a step, and no graph is longer than one mechanism.
+and apart from each other, in one pass of the model a step, and no graph is longer than one mechanism. In the last steps
+(`end_to_end`) layers see what the patched layers before them give, and the sum of all errors is minimised together.
 
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
@@ -63,11 +64,11 @@ def convert(
     *,
     steps: int = 400,
     learning_rate: float = 0.05,
+    end_to_end: float = 0.4,
     parts: float = 0.0,
-    divergence: float = 0.0,
     measure: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    batch_size: int = 16,
+    batch_size: int = 8,
     max_length: int = 512,
     seed: int = 0,
     checkpoint: str | Path | None = None,
@@ -83,10 +84,11 @@ def convert(
     `learning_rate`: of Adam; the rate is the highest, it warms up, then falls as a cosine. `seed`: of random draws and
     of the order of texts.
 
+    `end_to_end`: share of the steps, the last ones, in which every layer sees what the patched layers before it give,
+    and gradients go through the whole model, so that layers make up for each other's errors; 0 if memory is short.
     `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
-    themselves. `divergence`: weight of the divergence between attention weights, which takes quadratic memory.
-    `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on, unless
-    there is no other.
+    themselves. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not
+    trained on, unless there is no other.
 
     `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call resumes from it, with
     the next of `batches`: give the same ones in the same order (a DataLoader that shuffles needs a seeded `generator`).
@@ -111,6 +113,8 @@ def convert(
     for name, value in {"steps": steps, "save_every": save_every, "batch_size": batch_size}.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+    if not 0 <= end_to_end <= 1:
+        raise ValueError(f"end_to_end is a share of the steps, from 0 to 1, not {end_to_end!r}.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
@@ -125,7 +129,7 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, learning_rate, parts, divergence)
+        transfer = Transfer(model, steps, learning_rate, end_to_end, parts)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]

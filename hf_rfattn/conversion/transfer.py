@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,41 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..features import FeatureMap
 from ..integration import AttentionError
-from ..integration.error import energy, mechanism_sites, run_with_softmax, valid_queries
+from ..integration.error import energy, mechanism_sites, run_batch, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
-from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
-from .processes import process_count, sum_over_processes
+from ..ops import softmax_attention
+from .processes import sum_over_processes
 
 STATE = "conversion.pt"
 WARMUP = 0.05  # share of the steps
-SMALLEST_WEIGHT = 1e-8  # whose logarithm is still looked at
+END_TO_END_RATE = 0.2  # learning rate of end-to-end steps over that of the others
 
 
 class Transfer:
-    """The training: one optimizer for all mechanisms that have parameters, stepped by `train`."""
+    """The training: one optimizer for all mechanisms that have parameters, stepped by `train`; the last steps, a share
+    `end_to_end` of all, train all layers together.
+    """
 
-    def __init__(self, model: nn.Module, steps: int, learning_rate: float, parts: float, divergence: float):
+    def __init__(self, model: nn.Module, steps: int, learning_rate: float, end_to_end: float, parts: float):
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
-        self.parts, self.divergence = parts, divergence
-        sites = mechanism_sites(model)
+        self.apart, self.parts = steps - int(end_to_end * steps), parts
+        self.sites = sites = mechanism_sites(model)
         self.names = {mechanism: name for mechanism, name in sites.items() if list(mechanism.parameters())}
         if not self.names:
             raise ValueError(
                 f"{', '.join(sorted({m.config.name for m in sites}))}: nothing to train, these mechanisms have no "
                 "parameters. Choose one that learns, such as 'hedgehog' or 'fmm', or 'favor+' with trainable=True."
             )
-        signed = [m for m in self.names for part in m.modules() if isinstance(part, FeatureMap) and not part.positive]
-        if divergence and signed:
-            raise ValueError(
-                f"divergence needs positive attention weights; those of {signed[0].config.name!r} "
-                f"({self.names[signed[0]]}) can be negative. Leave it at 0."
-            )
         self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
         configs = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
-        numbers = {"steps": steps, "learning_rate": learning_rate, "parts": parts, "divergence": divergence}
+        numbers = {"steps": steps, "learning_rate": learning_rate, "end_to_end": end_to_end, "parts": parts}
         self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
@@ -54,12 +50,14 @@ class Transfer:
     @contextmanager
     def layers_in_float32(self) -> Iterator[None]:
         """Train parameters that small steps can change; leave them, and what is known of them, as they were found."""
-        found = {p: (p.requires_grad, p.grad) for p in self.parameters}
+        found = {p: (p.requires_grad, p.grad) for p in self.model.parameters()}
         dtypes = {mechanism: next(mechanism.parameters()).dtype for mechanism in self.names}
         for mechanism, dtype in dtypes.items():
             mechanism.to(torch.promote_types(dtype, torch.float32))
         for parameter in found:
-            parameter.requires_grad_(True).grad = None
+            parameter.requires_grad_(False).grad = None
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
         try:
             yield
         finally:
@@ -71,20 +69,27 @@ class Transfer:
     def train(self, batch: Mapping[str, Any]) -> float:
         """One step of all layers; returns the root of their mean loss."""
         self.losses.clear()
-        run_with_softmax(self.model, batch, self._learn, gradients=True)
+        if self.step < self.apart:
+            run_with_softmax(self.model, batch, self._learn, gradients=True)
+            rate = self.learning_rate * rate_factor(self.step, self.apart)
+        else:
+            if self.step == self.apart:
+                self.optimizer.state.clear()  # these gradients are of another size
+            self._learn_together(batch)
+            rate = END_TO_END_RATE * self.learning_rate * rate_factor(self.step - self.apart, self.steps - self.apart)
         if not self.losses:
             raise ValueError("The batch reached no layer that learns.")
         sum_over_processes([p.grad for p in self.parameters if p.grad is not None])
         losses = torch.stack(list(self.losses.values()))
         sum_over_processes([losses])
-        self.optimizer.param_groups[0]["lr"] = self.learning_rate * rate_factor(self.step, self.steps)
+        self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         for mechanism, loss in zip(self.losses, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise FloatingPointError(
-                    f"{self.names[mechanism]}: the loss became {loss} at step {self.step}. Try a lower learning_rate "
+                    f"{self.sites[mechanism]}: the loss became {loss} at step {self.step}. Try a lower learning_rate "
                     f"than {self.learning_rate}."
                 )
         return math.sqrt(losses.mean())
@@ -93,14 +98,7 @@ class Transfer:
         """Loss and gradients of one layer, as soon as it has been seen: its graph does not outlive it."""
         if mechanism not in self.names:
             return
-        valid = valid_queries(exact, masks)
-        total = energy(exact, valid, torch.float32)
-        sum_over_processes([total])
-        total = total.clamp(min=torch.finfo(total.dtype).tiny)
-
-        def relative(out: Tensor) -> Tensor:
-            return (energy(out.float() - exact.float(), valid, torch.float32) / total).mean()
-
+        relative = _distance(exact, valid_queries(exact, masks))
         with torch.enable_grad():
             loss = whole = relative(output)
             if self.parts:
@@ -108,10 +106,38 @@ class Transfer:
                 learning = [m for m in inner if list(m.parameters())]
                 for part in learning:
                     loss = loss + self.parts / len(learning) * relative(part(*args, **masks))
-            if self.divergence:
-                loss = loss + self.divergence * _divergence(mechanism, args, masks, valid)
             loss.backward()
         self.losses[mechanism] = self.losses.get(mechanism, 0) + whole.detach()
+
+    def _learn_together(self, batch: Mapping[str, Any]) -> None:
+        """Losses and gradients of all layers on what the patched layers before them give, through the whole model."""
+        distances: dict[Mechanism, list[Callable[[Tensor], Tensor]]] = {mechanism: [] for mechanism in self.sites}
+
+        def teach(mechanism: Mechanism, *args: Tensor, **masks: Any) -> Tensor:
+            exact = softmax_attention(*args, **masks)
+            distances[mechanism].append(_distance(exact, valid_queries(exact, masks)))
+            return exact
+
+        def compare(mechanism: Mechanism, args: tuple, output: Tensor) -> None:
+            self.losses[mechanism] = self.losses.get(mechanism, 0) + distances[mechanism].pop(0)(output)
+
+        for mechanism in self.sites:
+            mechanism.forward = partial(teach, mechanism)  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                run_batch(self.model, batch)
+        finally:
+            for mechanism in self.sites:
+                del mechanism.forward
+        handles = [mechanism.register_forward_hook(compare) for mechanism in self.sites]
+        try:
+            with torch.enable_grad():
+                run_batch(self.model, batch)
+                torch.stack(list(self.losses.values())).mean().backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.losses = {mechanism: loss.detach() for mechanism, loss in self.losses.items()}
 
     def save(self, path: Path, before: AttentionError) -> None:
         """Write the state whole or not at all."""
@@ -167,19 +193,12 @@ def rate_factor(step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp))) / 2
 
 
-def _divergence(mechanism: Mechanism, args: tuple, masks: dict[str, Any], valid: Tensor) -> Tensor:
-    """Mean over queries and heads of the divergence of a mechanism's attention weights from those of softmax."""
-    q, k, _ = args
-    pattern: dict[str, Any] = {name: masks.get(name) for name in ("key_mask", "segments")}
-    pattern["causal"] = bool(masks.get("causal"))
-    scale = q.shape[-1] ** -0.5 if masks.get("scale") is None else masks["scale"]
-    scores = q.float() @ repeat_heads(k.float(), q.shape[1]).mT * scale
-    exact = masked_softmax(scores, allowed_pairs(q.shape[2], k.shape[2], **pattern, device=q.device))
-    weights = mechanism.attention_weights(q.float(), k.float(), **pattern, scale=scale)
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=SMALLEST_WEIGHT)
-    logs = exact.clamp(min=SMALLEST_WEIGHT).log() - weights.clamp(min=SMALLEST_WEIGHT).log()
-    by_query = (exact * logs).sum(-1)  # [B, H, Lq]
-    return (by_query * valid[:, None]).sum() / (valid.sum() * q.shape[1] * process_count())
+def _distance(exact: Tensor, valid: Tensor) -> Callable[[Tensor], Tensor]:
+    """The loss of a layer's output: its squared error over the energy of the exact output, mean over heads."""
+    total = energy(exact, valid, torch.float32)
+    sum_over_processes([total])
+    total = total.clamp(min=torch.finfo(total.dtype).tiny)
+    return lambda output: (energy(output.float() - exact.float(), valid, torch.float32) / total).mean()
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

@@ -118,8 +118,8 @@ def _load_checked(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
         _finish_loading(model, activate=explicit is None)
         if explicit not in (None, NAME):
             warnings.warn(
-                f"{model.name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax again. "
-                f"Leave it out, or call model.set_attn_implementation({NAME!r}).",
+                f"{model.name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax "
+                f"again. Leave it out, or call model.set_attn_implementation({NAME!r}).",
                 stacklevel=3,
             )
     return (model, info) if wants_info else model

@@ -84,9 +84,13 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: 
 def run_with_softmax(
     model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None], gradients: bool = False
 ) -> None:
-    """Let a batch through the model as `softmax_in_place` has it, without dropout, and without a head where no patched
-    layer is in it.
-    """
+    """Let a batch through the model as `softmax_in_place` has it."""
+    with torch.no_grad(), softmax_in_place(model, observe, gradients):
+        run_batch(model, batch)
+
+
+def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Let a batch through the model, without dropout, and without a head where no patched layer is in it."""
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"batch must be the model's keyword arguments, as a tokenizer returns them, not {type(batch).__name__}."
@@ -96,13 +100,12 @@ def run_with_softmax(
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
     model.eval()
     try:
-        with torch.no_grad(), softmax_in_place(model, observe, gradients):
-            for body in _bodies(model, inputs):
-                known = inspect.signature(body.forward).parameters
-                given = {k: v for k, v in inputs.items() if body is model or k in known}  # no labels without a head
-                if "use_cache" in known:  # a decoder would go through its state, not through the call that is observed
-                    given["use_cache"] = False
-                body(**given)
+        for body in _bodies(model, inputs):
+            known = inspect.signature(body.forward).parameters
+            given = {k: v for k, v in inputs.items() if body is model or k in known}  # no labels without a head
+            if "use_cache" in known:  # a decoder would go through its state, not through the call that is observed
+                given["use_cache"] = False
+            body(**given)
     finally:
         for module, mode in training.items():
             module.training = mode

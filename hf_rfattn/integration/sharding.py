@@ -44,8 +44,9 @@ def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) 
     head works. By default only where it is necessary: language models and token classifiers return the logits of their
     part, `ceil(L / N)` positions of which the last may be padding.
 
-    Linear mechanisms exchange their sums, `band` and `fmm` also the keys next to a part. `multipole` and softmax layers
-    gather keys and values, and a warning names them.
+    Linear mechanisms exchange their sums, `band` and `fmm` also the keys next to a part. `multipole` gathers summaries
+    of blocks and fetches the blocks that it needs; of packed sequences it gathers queries, keys and values. Softmax
+    layers gather keys and values, and a warning names them.
 
     Not supported: generation, encoder-decoder models, models with several towers, and models that do not accept
     `position_ids`.

@@ -66,7 +66,7 @@ class Mechanism(nn.Module):
 
     def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """The state of generation before the first token. With `holds_all_keys` it takes one more argument, the number
-        of tokens to make room for.
+        of tokens it has room for; without it, the state grows.
         """
         raise NotImplementedError
 

@@ -11,7 +11,8 @@ the sums and the exact keys only. Several tokens at once (prefill) score all key
 every length measured, up to 16,384 tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,6 +23,8 @@ from ..ops.multipole import multipole_attention
 from ..ops.multipole_causal import Context, causal_multipole_attention
 from ..ops.multipole_choice import SUBTILES, CausalSizes, Sizes
 from ..ops.naive import causal_multipole_weights, multipole_weights
+from ..ops.sharded import Part, part_with_global_rows
+from ..ops.sharded_multipole import part_of_causal_multipole_attention, part_of_multipole_attention
 from ..ops.tiles import traced
 from .base import Mechanism
 from .config import MechanismConfig, check_at_least, option
@@ -77,20 +80,39 @@ class MultipoleAttention(Mechanism):
         if causal:
             return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask)[0]
         if key_mask is None or traced() or not self._depends_on_length:
-            return self._attend_to_all(q, k, v, scale, key_mask, k.shape[2])
+            return self._attend_to_all(q, k, v, scale, key_mask, self._sizes(k.shape[2]))
         out = q.new_zeros(*q.shape[:3], v.shape[3])
-        count = key_mask.sum(1)
-        kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=q.device))
-        for kind in kinds.unique().tolist():  # sequences get the sizes that they would get alone
-            rows = (kinds == kind).nonzero().flatten()
+        for rows, sizes in self._sizes_by_length(key_mask):
             x, y, u = (z.index_select(0, rows) for z in (q, k, v))
-            longest = int(count[rows].max())
-            out = out.index_copy(0, rows, self._attend_to_all(x, y, u, scale, key_mask[rows], longest))
+            out = out.index_copy(0, rows, self._attend_to_all(x, y, u, scale, key_mask[rows], sizes))
         return out
 
-    def _attend_to_all(self, q, k, v, scale: float, key_mask: Tensor | None, length: int) -> Tensor:
+    def attend_part(self, q, k, v, part, *, scale, causal):
+        total = part.size * part.length
+        if total <= self.config.exact_keys or part.segments is not None:
+            return super().attend_part(q, k, v, part, scale=scale, causal=causal)
+        if causal:
+            return part_of_causal_multipole_attention(q, k, v, self._causal_sizes(), part, scale=scale)
+        if part.key_mask is None:
+            return self._attend_part_to_all(q, k, v, part, scale, self._sizes(total))
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        for rows, sizes in self._sizes_by_length(part.key_mask):
+            x, y, u = (z.index_select(0, rows) for z in (q, k, v))
+            some = replace(part, key_mask=part.key_mask[rows])
+            out = out.index_copy(0, rows, self._attend_part_to_all(x, y, u, some, scale, sizes))
+        return out
+
+    def gathers_sequence(self):
+        return False
+
+    def _attend_part_to_all(self, q, k, v, part: Part, scale: float, sizes: Sizes) -> Tensor:
         config = self.config
-        sizes = self._sizes(length)
+        out = part_of_multipole_attention(q, k, v, sizes, part, order=config.order, scale=scale)
+        count = config.global_tokens
+        return part_with_global_rows(out, q, k, v, count, part, scale=scale, last=False) if count else out
+
+    def _attend_to_all(self, q, k, v, scale: float, key_mask: Tensor | None, sizes: Sizes) -> Tensor:
+        config = self.config
         out = multipole_attention(q, k, v, sizes, order=config.order, scale=scale, key_mask=key_mask)
         if not config.global_tokens or q.shape[2] != k.shape[2]:
             return out
@@ -99,6 +121,14 @@ class MultipoleAttention(Mechanism):
     @property
     def _depends_on_length(self) -> bool:
         return self.config.block is None or self.config.tile is None
+
+    def _sizes_by_length(self, key_mask: Tensor) -> Iterator[tuple[Tensor, Sizes]]:
+        """Rows of a batch, and sizes for them: sequences get those that they would get alone."""
+        count = key_mask.sum(1)
+        kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=key_mask.device))
+        for kind in kinds.unique().tolist():
+            rows = (kinds == kind).nonzero().flatten()
+            yield rows, self._sizes(int(count[rows].max()))
 
     def _sizes(self, length: int) -> Sizes:
         """For a sequence of so many keys."""
@@ -117,7 +147,7 @@ class MultipoleAttention(Mechanism):
     def new_state(self, batch, value_dim, dtype, device, length=0):
         like = torch.empty((), dtype=dtype, device=device)
         block = self._causal_sizes().block
-        return Context.new(batch, self.num_kv_heads, self.head_dim, value_dim, length, block, like)
+        return Context.new(batch, self.num_kv_heads, self.head_dim, value_dim, length, block, like, fixed=length > 0)
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask, context=state)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .tiles import traced
 
 BACKENDS = ("auto", "torch", "fused")
-OPERATORS = ("linear", "causal", "band", "multipole")
+OPERATORS = ("linear", "causal", "band", "multipole", "causal multipole")
 DEVICES = ("cuda",)  # what torch calls GPUs of both NVIDIA and AMD
 SMALLEST_HEAD = 16  # of products on tensor cores
 CHECK_LENGTH = 160  # tokens of the inputs of a check: more than a block of FlexAttention

@@ -82,12 +82,23 @@ def banded_attention(
     q, k, v, bandwidth: int, scale: float, key_mask: Tensor | None, causal: bool, segments: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`ops.banded_attention`: each query sees a range of keys."""
-    at = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device, dtype=torch.int32)[None]
+    keys = k.shape[2]
+    at = torch.arange(keys - q.shape[2], keys, device=q.device, dtype=torch.int32)[None]
     low, high = at - bandwidth, at if causal else at + bandwidth
     if segments is not None:
         first, last = _ends(segments)
         low, high = torch.maximum(low, first), torch.minimum(high, last)
-    return attend(q, k, v, scale=scale, key_mask=key_mask, ranges=(low, high))
+    first = _in_blocks(low, 1, keys).amin(2, keepdim=True)
+    last = _in_blocks(high, 1, -1).amax(2, keepdim=True)
+    start = torch.arange(0, keys, BLOCK, device=q.device)
+    some = ((first < start + BLOCK) & (last >= start)).unsqueeze(1)
+    low, high = (x.expand(len(q), -1) for x in (low, high))
+
+    def visible(b, h, i, j):
+        return (low[b, i] <= j) & (j <= high[b, i])
+
+    mask = block_mask(some, q.shape[2], keys, visible)
+    return attend(q, k, v, scale=scale, key_mask=key_mask, mask=mask)
 
 
 def _ends(segments: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,19 +118,17 @@ def attend(
     scale: float,
     key_bias: Tensor | None = None,
     key_mask: Tensor | None = None,
-    ranges: tuple[Tensor, Tensor] | None = None,
     tile_bias: Tensor | None = None,
+    mask: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention `[B, H, Lq, Dv]` and its log-sum-exp `[B, H, Lq, 1]` by FlexAttention.
 
     Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `key_bias` `[B, Hkv, Lk]` is added to scores and may
-    need gradients; `key_mask` `[B, Lk]`: True for keys that exist; `ranges`: the first and the last key that each query
-    sees, `[B or 1, Lq]`; `tile_bias` `[B, T, Lk]` instead of the other biases: of keys for T tiles of queries. A query
-    that sees no key has out = 0 and lse = -inf.
+    need gradients; `key_mask` `[B, Lk]`: True for keys that exist; `tile_bias` `[B, H, T, Lk]` instead of these two: of
+    keys for T tiles of queries; `mask`: a `block_mask`. A query that sees no key has out = 0 and lse = -inf.
     """
-    B, H, L = q.shape[:3]
-    groups = H // k.shape[1]
-    bias = None
+    H, groups = q.shape[1], q.shape[1] // k.shape[1]
+    bias = score_mod = None
     if key_bias is not None and key_bias.requires_grad and torch.is_grad_enabled():
         q, k = _with_bias_columns(q, k, key_bias / scale)
     elif key_bias is not None:
@@ -127,26 +136,18 @@ def attend(
     if key_mask is not None:
         hidden = torch.zeros_like(key_mask, dtype=torch.float32).masked_fill(~key_mask, -torch.inf)[:, None]
         bias = hidden.expand(-1, H, -1) if bias is None else bias + hidden
-    score_mod = block_mask = None
     if bias is not None:
 
         def score_mod(score, b, h, i, j):
             return score + bias[b, h, j]
 
     elif tile_bias is not None:
-        size = L // tile_bias.shape[1]
+        size = q.shape[2] // tile_bias.shape[2]
 
         def score_mod(score, b, h, i, j):
-            return score + tile_bias[b, i // size, j]
+            return score + tile_bias[b, h, i // size, j]
 
-    if ranges is not None:
-        low, high = (x.expand(B, L) for x in ranges)
-
-        def in_range(b, h, i, j):
-            return (low[b, i] <= j) & (j <= high[b, i])
-
-        block_mask = _block_mask(*ranges, k.shape[2], in_range)
-    out, lse = _flex(q, k, v, score_mod, block_mask, scale, groups > 1)
+    out, lse = _flex(q, k, v, score_mod, mask, scale, groups > 1)
     return out, lse.unsqueeze(-1)
 
 
@@ -160,21 +161,28 @@ def _with_bias_columns(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tens
     return F.pad(q, (0, 2), value=1.0), torch.cat([k, columns], dim=-1)
 
 
-def _block_mask(low: Tensor, high: Tensor, keys: int, visible: Callable[..., Tensor]) -> Any:
-    """The blocks in which some query sees some key, from the ranges of keys that queries see."""
+def block_mask(some: Tensor, queries: int, keys: int, visible: Callable[..., Tensor]) -> Any:
+    """For `attend`: the blocks `[B or 1, H or 1, query blocks, key blocks]` in which some query sees some key, and by
+    `visible(b, h, i, j)`, which queries see which keys.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    length = low.shape[1]
-    fill = -length % BLOCK
-    first = F.pad(low, (0, fill), value=keys).unflatten(1, (-1, BLOCK)).amin(2)
-    last = F.pad(high, (0, fill), value=-1).unflatten(1, (-1, BLOCK)).amax(2)
-    start = torch.arange(0, keys, BLOCK, device=low.device)
-    seen = (first.unsqueeze(-1) < start + BLOCK) & (last.unsqueeze(-1) >= start)  # [B or 1, query blocks, key blocks]
-    order = seen.int().argsort(dim=-1, descending=True, stable=True).int()
-    count = seen.sum(-1, dtype=torch.int32)
-    return BlockMask.from_kv_blocks(
-        count[:, None], order[:, None], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, keys)
-    )
+    order = some.int().argsort(dim=-1, descending=True, stable=True).int()
+    count = some.sum(-1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(count, order, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(queries, keys))
+
+
+def block_mask_of_pairs(pairs: Tensor, size: int, visible: Callable[..., Tensor]) -> Any:
+    """The same from which queries see something of which `size` keys, `[B, H, Lq, Lk / size]`."""
+    queries, keys = pairs.shape[2], pairs.shape[3] * size
+    some = _in_blocks(pairs, 2, False).any(3).repeat_interleave(size, dim=3)
+    return block_mask(_in_blocks(some, 3, False).any(4), queries, keys, visible)
+
+
+def _in_blocks(x: Tensor, dim: int, value: float) -> Tensor:
+    """A dimension as two: blocks, and what is in them, filled up with a value."""
+    fill = [0, 0] * (x.ndim - 1 - dim) + [0, -x.shape[dim] % BLOCK]
+    return F.pad(x, fill, value=value).unflatten(dim, (-1, BLOCK))
 
 
 def _flex(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -47,19 +47,18 @@ def multipole_attention(
     y_order, x_order = orders(x, y, x_seen, y_seen, sizes, order, scale)
     x, y, u = take(x, x_order), take(y, y_order), take(u, y_order)
     x_seen, y_seen = _seen(x, x_seen, x_order, sizes.tile), _seen(y, y_seen, y_order, sizes.block)
-    tiles = _tiles(x, sizes.tile, heads)
-    counted = None if x_seen is None else _tiles(x_seen.expand(*x.shape[:3], 1), sizes.tile, heads)
-    blocks, values = (into_tiles(z, sizes.block, heads).flatten(0, 1) for z in (y, u))  # [N, B, c, D]
+    tiles = into_query_tiles(x, sizes.tile, heads)
+    counted = None if x_seen is None else into_query_tiles(x_seen.expand(*x.shape[:3], 1), sizes.tile, heads)
+    blocks, values = (into_blocks(z, sizes.block) for z in (y, u))  # [N, B, c, D]
     if y_seen is not None:
-        y_seen = into_tiles(y_seen.expand(*y.shape[:3], 1), sizes.block, heads).flatten(0, 1)[..., 0]  # [N, B, c]
+        y_seen = into_blocks(y_seen.expand(*y.shape[:3], 1), sizes.block)[..., 0]  # [N, B, c]
     this = partial(multipole_attention, sizes=sizes, order=order, scale=scale)
     if q.device.type in backend.DEVICES and backend.fused("multipole", this, (q, k, v)):
         chosen = _choose(tiles, counted, blocks, y_seen, sizes, scale)
-        out = _by_fused_kernels(tiles, _Blocks.of(blocks, values, y_seen), chosen, scale, q.dtype)
+        out = _by_fused_kernels(tiles, Blocks.of(blocks, values, y_seen), chosen, scale, q.dtype)
     else:
         out = _attention(tiles, counted, blocks, values, y_seen, sizes, scale)
-    out = out.unflatten(0, (-1, heads)).unflatten(2, (q.shape[1] // heads, -1)).flatten(1, 2)
-    out = from_tiles(out, q.shape[1], q.shape[2])
+    out = out_of_query_tiles(out, q.shape[1], heads, q.shape[2])
     return take(out, None if x_order is None else inverse(x_order)).to(q.dtype)
 
 
@@ -73,13 +72,27 @@ def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Te
     return (seen if order is None else seen.gather(2, order)).unsqueeze(-1)
 
 
-def _tiles(x: Tensor, size: int, heads: int) -> Tensor:
+def into_query_tiles(x: Tensor, size: int, heads: int) -> Tensor:
     """`[B, H, L, E]` → `[N = B · Hkv, T, C, E]`: query heads that share keys are more tiles over the same keys."""
     return into_tiles(x, size, x.shape[1]).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
 
 
-class _Blocks(NamedTuple):
-    """Keys and values in blocks, with what is known of each block."""
+def out_of_query_tiles(x: Tensor, heads: int, kv_heads: int, length: int) -> Tensor:
+    """The reverse."""
+    x = x.unflatten(0, (-1, kv_heads)).unflatten(2, (heads // kv_heads, -1)).flatten(1, 2)
+    return from_tiles(x, heads, length)
+
+
+def into_blocks(x: Tensor, size: int) -> Tensor:
+    """`[B, Hkv, L, E]` → `[N = B · Hkv, blocks, c, E]`."""
+    return into_tiles(x, size, x.shape[1]).flatten(0, 1)
+
+
+class Blocks(NamedTuple):
+    """Keys and values in blocks, with what is known of each block.
+
+    A process that holds a part of a sequence has the keys and values of some blocks only, and `slot` tells which.
+    """
 
     y: Tensor  # [N, B, c, D], 0 where no key exists
     u: Tensor  # [N, B, c, Dv]
@@ -87,15 +100,16 @@ class _Blocks(NamedTuple):
     keys: Tensor  # [N, B], how many exist
     mean_y: Tensor  # [N, B, D]
     mean_u: Tensor  # [N, B, Dv]
+    slot: Tensor | None = None  # [N, B], where y and u have each block; None if in its own place
 
     @staticmethod
-    def of(y: Tensor, u: Tensor, seen: Tensor | None) -> "_Blocks":
+    def of(y: Tensor, u: Tensor, seen: Tensor | None) -> "Blocks":
         if seen is None:
-            return _Blocks(y, u, None, y.new_full(y.shape[:2], y.shape[2]), y.mean(2), u.mean(2))
+            return Blocks(y, u, None, y.new_full(y.shape[:2], y.shape[2]), y.mean(2), u.mean(2))
         y, u = (z.masked_fill(~seen.unsqueeze(-1), 0) for z in (y, u))
         count = seen.sum(2).to(y.dtype)
         least = count.clamp(min=1).unsqueeze(-1)
-        return _Blocks(y, u, seen, count, y.sum(2) / least, u.sum(2) / least)
+        return Blocks(y, u, seen, count, y.sum(2) / least, u.sum(2) / least)
 
     def near(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values `[N, T, t · c, D]` of the chosen blocks, and a bias `[N, T, 1, t · c]` that hides empty
@@ -112,7 +126,9 @@ class _Blocks(NamedTuple):
         return take(self.y), take(self.u), take(hidden).mT
 
     def rows(self, chosen: Tensor) -> Tensor:
-        """Chosen blocks of all sequences, numbered through: `[N · T · t]`."""
+        """Where y and u have the chosen blocks, numbered through all sequences: `[N · T · t]`."""
+        if self.slot is not None:
+            chosen = self.slot.gather(1, chosen.flatten(1)).view_as(chosen)
         start = torch.arange(chosen.shape[0], device=chosen.device) * self.y.shape[1]
         return (chosen + start[:, None, None]).flatten()
 
@@ -133,26 +149,31 @@ def _attention(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor
 def _at_once(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
     """All tiles in plain operations, for compilers and second derivatives."""
     chosen = _choose(tiles, counted, y, seen, sizes, scale)
-    return _of_blocks(tiles, _Blocks.of(y, u, seen), chosen, scale)[0]
+    return attend_to_blocks(tiles, Blocks.of(y, u, seen), chosen, scale)[0]
 
 
 def _choose(tiles, counted, y, seen, sizes: Sizes, scale: float) -> Tensor:
-    """The choice of all tiles `[N, T, t]`."""
-    tiles, count = tiles.detach(), min(sizes.chosen, y.shape[1])
-    blocks = _Blocks.of(y.detach(), y.detach()[..., :0], seen)
+    """The choice of all tiles `[N, T, t]`, by the keys of all blocks."""
+    blocks = Blocks.of(y.detach(), y.detach()[..., :0], seen)
     radius = radius_of(blocks.y.square().sum((2, 3)) / blocks.keys.clamp(min=1), blocks.mean_y)
     radius = radius.masked_fill_(blocks.keys == 0, -torch.inf)
+    return choose(tiles.detach(), counted, blocks.mean_y, radius, sizes, scale)
+
+
+def choose(tiles: Tensor, counted: Tensor | None, mean_y: Tensor, radius: Tensor, sizes: Sizes, scale: float) -> Tensor:
+    """The choice of all tiles `[N, T, t]`, see `choose_blocks`."""
+    count = min(sizes.chosen, mean_y.shape[1])
     if traced():
-        return choose_blocks(tiles, counted, blocks.mean_y, radius, count, sizes.first, scale)
-    chosen = torch.empty(*tiles.shape[:2], count, dtype=torch.long, device=y.device)
-    for n, slabs in _chunks(tiles, max(SUBTILES * y.shape[1], tiles[0, 0].numel())):
-        for t in slabs:
+        return choose_blocks(tiles, counted, mean_y, radius, count, sizes.first, scale)
+    chosen = torch.empty(*tiles.shape[:2], count, dtype=torch.long, device=mean_y.device)
+    for n, columns in _chunks(tiles, max(SUBTILES * mean_y.shape[1], tiles[0, 0].numel())):
+        for t in columns:
             votes = None if counted is None else counted[n, t]
-            chosen[n, t] = choose_blocks(tiles[n, t], votes, blocks.mean_y[n], radius[n], count, sizes.first, scale)
+            chosen[n, t] = choose_blocks(tiles[n, t], votes, mean_y[n], radius[n], count, sizes.first, scale)
     return chosen
 
 
-def _of_blocks(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend_to_blocks(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (base 2) `[N, T, C, 1]` of some tiles, by the keys of the chosen blocks and the means of
     the others.
     """
@@ -169,7 +190,7 @@ def _of_blocks(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float) -> 
     return (out + near @ near_u) / total, largest + total.log2()
 
 
-def _by_fused_kernels(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def _by_fused_kernels(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """The same by FlexAttention: tiles as a batch over their exact keys, all queries over block means."""
 
     def batch(x: Tensor) -> Tensor:
@@ -179,7 +200,8 @@ def _by_fused_kernels(tiles: Tensor, blocks: _Blocks, chosen: Tensor, scale: flo
     key_bias = None if bias is None else bias.flatten(0, 1)
     near = fused.attend(batch(tiles), batch(near_y), batch(near_u), scale=scale, key_bias=key_bias)
     x, mean_y, mean_u = (z.unsqueeze(1).to(dtype) for z in (tiles.flatten(1, 2), blocks.mean_y, blocks.mean_u))
-    far = fused.attend(x, mean_y, mean_u, scale=scale, tile_bias=blocks.far_bias(chosen).squeeze(2) / LOG2_E)
+    far_bias = blocks.far_bias(chosen).transpose(1, 2) / LOG2_E
+    far = fused.attend(x, mean_y, mean_u, scale=scale, tile_bias=far_bias)
     parts = [[z.view(*tiles.shape[:3], -1).to(tiles.dtype) for z in part] for part in (near, far)]
     return merge((parts[0][0], parts[0][1]), (parts[1][0], parts[1][1]))[0]
 
@@ -195,7 +217,7 @@ def _chunks(tiles: Tensor, numbers: int) -> Iterator[tuple[slice, list[slice]]]:
         yield slice(n, n + rows), [slice(t, t + columns) for t in range(0, T, columns)]
 
 
-def _slabs(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, list[slice]]]:
+def slabs(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, list[slice]]]:
     C, D = tiles.shape[2:]
     return _chunks(tiles, max(sizes.chosen * sizes.block * D, C * blocks))
 
@@ -204,10 +226,10 @@ def _forward(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> tuple[Te
     """Output, log-sum-exp and choice of all tiles."""
     out, lse = (tiles.new_empty(*tiles.shape[:3], size) for size in (u.shape[3], 1))
     chosen = _choose(tiles, counted, y, seen, sizes, scale)
-    for n, slabs in _slabs(tiles, y.shape[1], sizes):
-        blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
-        for t in slabs:
-            out[n, t], lse[n, t] = _of_blocks(tiles[n, t], blocks, chosen[n, t], scale)
+    for n, columns in slabs(tiles, y.shape[1], sizes):
+        blocks = Blocks.of(y[n], u[n], None if seen is None else seen[n])
+        for t in columns:
+            out[n, t], lse[n, t] = attend_to_blocks(tiles[n, t], blocks, chosen[n, t], scale)
     return out, lse, chosen
 
 
@@ -228,10 +250,10 @@ class _MultipoleAttention(torch.autograd.Function):
             arguments = (tiles, counted, y, u, seen, ctx.sizes, ctx.scale)
             return *gradients_of(_at_once, arguments, [grad])[:5], None, None
         d_tiles, d_y, d_u = torch.empty_like(tiles), torch.zeros_like(y), torch.zeros_like(u)
-        for n, slabs in _slabs(tiles, y.shape[1], ctx.sizes):
-            blocks = _Blocks.of(y[n], u[n], None if seen is None else seen[n])
+        for n, columns in slabs(tiles, y.shape[1], ctx.sizes):
+            blocks = Blocks.of(y[n], u[n], None if seen is None else seen[n])
             far = torch.zeros_like(blocks.mean_y), torch.zeros_like(blocks.mean_u)
-            for t in slabs:
+            for t in columns:
                 x, g, offset = tiles[n, t] * (ctx.scale * LOG2_E), grad[n, t], lse[n, t]
                 delta = (g * out[n, t]).sum(-1, keepdim=True)
                 near_y, near_u, bias = blocks.near(chosen[n, t])

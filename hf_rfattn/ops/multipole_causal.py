@@ -6,11 +6,13 @@ tokens are cut into calls, the outputs are the same.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import backend, fused
 from .autograd import recompute
 from .linear import State, compute_dtype
 from .multipole_choice import CausalSizes, choose_for_each
@@ -25,7 +27,8 @@ GATHER = 4  # up to so many queries, the keys of chosen blocks are gathered; for
 class Context(State):
     """Keys and values so far, those that exist one behind the other, and a summary of each block.
 
-    The last block takes what does not exist, and is never read. Tensors grow with the number of tokens.
+    The last block takes what does not exist, and is never read. Tensors grow with the number of tokens, or have room
+    for a given number. How many keys exist is never asked: a GPU would have to be waited for.
     """
 
     keys: Tensor  # [B, Hkv, S, D]
@@ -33,38 +36,60 @@ class Context(State):
     sum_keys: Tensor  # [B, Hkv, S / block, D]
     sum_values: Tensor  # [B, Hkv, S / block, Dv]
     radius: Tensor  # [B, Hkv, S / block, 1], see `radius_of`
-    count: Tensor  # [B, 1]
+    count: Tensor  # [B, 1], how many exist
+    tokens: Tensor | None  # [B, 0, N], no elements: N tokens were given, of which some exist; None if the room is fixed
 
     @staticmethod
-    def new(batch: int, heads: int, head_dim: int, value_dim: int, length: int, block: int, like: Tensor) -> "Context":
-        """Room for `length` tokens, `like` a tensor in dtype and device."""
+    def new(
+        batch: int,
+        heads: int,
+        head_dim: int,
+        value_dim: int,
+        length: int,
+        block: int,
+        like: Tensor,
+        fixed: bool = False,
+    ) -> "Context":
+        """Room for `length` tokens, or more if it is not `fixed`; `like` a tensor in dtype and device."""
         number = -(-length // block) + 1
         keys, values = (like.new_zeros(batch, heads, number * block, size) for size in (head_dim, value_dim))
         sum_keys, sum_values, radius = (
             like.new_zeros(batch, heads, number, size, dtype=compute_dtype(like)) for size in (head_dim, value_dim, 1)
         )
         count = torch.zeros(batch, 1, dtype=torch.long, device=like.device)
-        return Context(keys, values, sum_keys, sum_values, radius, count)
+        tokens = None if fixed else like.new_empty(batch, 0, 0)
+        return Context(keys, values, sum_keys, sum_values, radius, count, tokens)
 
     @property
     def block(self) -> int:
         return self.keys.shape[2] // max(self.radius.shape[2], 1)
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens but the first, if all of these exist."""
+        self.count.fill_(length)
+        if self.tokens is not None:
+            self.tokens = self.tokens.new_empty(len(self.tokens), 0, length)
+
+    def reset(self) -> None:
+        super().reset()
+        self.rewind(0)
 
     def copy_(self, other: State) -> None:
         """Take the values of another context, and its tensors where they have grown."""
         with torch.no_grad():
             for name, mine in vars(self).items():
                 theirs = getattr(other, name)
+                if mine is None:
+                    continue
                 if mine.shape != theirs.shape:
                     setattr(self, name, theirs.detach())
                 elif mine is not theirs:
                     mine.copy_(theirs)
 
-    @torch.inference_mode(False)
     def with_room(self, new: int) -> "Context":
         """The same with room for so many more tokens, and half as many again when it has to grow."""
         block, number = self.block, self.radius.shape[2]
-        need = -(-(int(self.count.max()) + new) // block) + 1
+        need = 0 if self.tokens is None else -(-(self.tokens.shape[2] + new) // block) + 1
         if need <= number:
             return self
         more = max(need, number + number // 2) - number
@@ -73,7 +98,9 @@ class Context(State):
             size = x.shape[2] // number
             return F.pad(x[:, :, :-size], (0, 0, 0, (more + 1) * size))
 
-        return Context(**{name: x if name == "count" else grown(x) for name, x in vars(self).items()})
+        kept = ("count", "tokens")
+        with torch.inference_mode(False):
+            return Context(**{name: x if name in kept else grown(x) for name, x in vars(self).items()})
 
     def extended(self, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple["Context", Tensor]:
         """With new tokens; and how many keys before it each of these sees: `[B, L]`, -1 if not even its own.
@@ -81,7 +108,7 @@ class Context(State):
         Written into its own tensors, unless gradients are wanted.
         """
         B, K, L, _ = k.shape
-        context = self if traced() else self.with_room(L)
+        context = self.with_room(L)
         block, number = context.block, context.radius.shape[2]
         new = torch.ones(1, L, dtype=torch.long, device=k.device) if visible is None else visible.long()
         rank = context.count + new.cumsum(1) - 1
@@ -101,22 +128,25 @@ class Context(State):
                 for x in (keys, values)
             )
             exists = torch.arange(block, device=k.device)[:, None] <= slot % block
-            new_summaries = _summaries(block_keys, block_values, exists, block)
+            new_summaries = summarise_blocks(block_keys, block_values, exists, block)
             summaries = [put(x, new, at) for x, new in zip(fields, new_summaries, strict=True)]
         else:
             at = torch.arange(number * block, device=k.device)
             exists = ((at <= rank[:, -1:]) & (at < (number - 1) * block))[:, None, :, None]
-            summaries = _summaries(keys, values, exists, block)
+            summaries = summarise_blocks(keys, values, exists, block)
             if not torch.is_grad_enabled():
                 summaries = [mine.copy_(new) for mine, new in zip(fields, summaries, strict=True)]
         count = rank[:, -1:] + 1
+        if context.tokens is None:
+            torch._assert_async((count <= (number - 1) * block).all(), "There is no room for more tokens.")
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
+        tokens = None if context.tokens is None else k.new_empty(B, 0, context.tokens.shape[2] + L)
         sum_keys, sum_values, radius = summaries
-        return Context(keys, values, sum_keys, sum_values, radius, count), rank
+        return Context(keys, values, sum_keys, sum_values, radius, count, tokens), rank
 
 
-def _summaries(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
+def summarise_blocks(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
     """Sums of keys and of values, and radius (root mean square distance to the mean key) of each block; `exists`
     `[B, 1, S, 1]`.
     """
@@ -141,7 +171,7 @@ def causal_multipole_attention(
 
     Queries `[B, H, L, D]`, keys and values `[B, Hkv, L, D]`; `key_mask` `[B, L]`: True for keys that exist. Blocks
     count these. Some queries at once score all keys, in O(L · all keys · D) like softmax; a step costs
-    O((all keys / block + exact keys) · D).
+    O((all keys / block + exact keys) · D), and does not wait for a GPU.
     """
     B, _, L, D = q.shape
     K = k.shape[1]
@@ -149,43 +179,91 @@ def causal_multipole_attention(
         context = Context.new(B, K, D, v.shape[3], L, sizes.block, k)
     context, rank = context.extended(k, v, key_mask)
     x = q.unflatten(1, (K, -1))  # [B, K, G, L, D]
-    number, width, out = context.radius.shape[2], context.keys.shape[2], []
-    step = K  # as many key heads at a time as let enough queries read their keys at once
-    if not traced() and L > GATHER:
-        step = min(max(K * block_size(q, width) // min(TOGETHER, L), 1), K)
+    number, width, out, step = context.radius.shape[2], context.keys.shape[2], [], K
+    form = _gathered
+    if L > GATHER:
+        this = partial(causal_multipole_attention, sizes=sizes, scale=scale)
+        if q.device.type in backend.DEVICES and backend.fused("causal multipole", this, (q, k, v)):
+            form, width = _by_fused_kernels, 2 * number
+        else:
+            form = masked_attention
+            if not traced():  # as many key heads at a time as let enough queries read their keys at once
+                step = min(max(K * block_size(q, width) // min(TOGETHER, L), 1), K)
     for heads in (slice(head, head + step) for head in range(0, K, step)):
         parts = []
         size = block_size(x[:, heads].flatten(1, 2), width)
         for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
             rows = slice(start, start + size)
-            last = number if traced() else min(int(rank[:, rows].max()) // sizes.block + 1, number)
-            parts.append(_slab(x[:, heads, :, rows], rank[:, rows], context, heads, max(last, 1), sizes, scale))
+            last = _blocks_seen(context, rank, rows, sizes.block)
+            parts.append(_slab(form, x[:, heads, :, rows], rank[:, rows], context, heads, last, sizes, scale))
         out.append(torch.cat(parts, dim=3))
     return torch.cat(out, dim=1).flatten(1, 2).to(q.dtype), context
 
 
-def _slab(x: Tensor, rank: Tensor, context: Context, heads: slice, number: int, sizes: CausalSizes, scale) -> Tensor:
+def _blocks_seen(context: Context, rank: Tensor, rows: slice, block: int) -> int:
+    """How many blocks the queries of some rows see at most."""
+    length, number = rank.shape[1], context.radius.shape[2]
+    if traced() or (context.tokens is None and length <= GATHER):
+        return number
+    if context.tokens is None:
+        seen = int(rank[:, rows].max()) + 1
+    else:
+        seen = context.tokens.shape[2] - max(length - rows.stop, 0)
+    return min(max(-(-seen // block), 1), number)
+
+
+def _slab(form, x, rank: Tensor, context: Context, heads: slice, number: int, sizes: CausalSizes, scale) -> Tensor:
     """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks of some heads."""
     summaries = (z[:, heads, :number] for z in (context.sum_keys, context.sum_values, context.radius))
-    form, keys, values = _gathered, context.keys[:, heads], context.values[:, heads]
-    if x.shape[3] > GATHER:
-        form, keys, values = _masked, *(z[:, :, : number * sizes.block] for z in (keys, values))
+    keys, values = context.keys[:, heads], context.values[:, heads]
+    if form is not _gathered:
+        keys, values = (z[:, :, : number * sizes.block] for z in (keys, values))
     rank = rank.unsqueeze(1).expand(-1, x.shape[2], -1).reshape(x.shape[0], 1, -1)
     out = recompute(form, x.flatten(2, 3), rank, keys, values, *summaries, sizes, scale)
     return out.unflatten(2, x.shape[2:4])
 
 
-def _masked(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """All keys are scored; those that are not exact are hidden."""
+def masked_attention(
+    x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float, held: Tensor | None = None
+) -> Tensor:
+    """All keys are scored; those that are not exact are hidden. `held` `[B, K, S]`: the numbers of the S blocks whose
+    keys are given, if not all are, in ascending order.
+    """
     dtype, c = compute_dtype(x), sizes.block
     x = x.to(dtype) * scale
     scores = x @ (sum_keys / c).mT
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
     bias = torch.full_like(far, -torch.inf).scatter_(3, blocks, 0.0)
+    place = torch.arange(keys.shape[2], device=x.device)
+    if held is not None:
+        bias = bias.gather(3, held.clamp(max=far.shape[3] - 1).unsqueeze(2).expand(-1, -1, x.shape[2], -1))
+        place = (held.unsqueeze(-1) * c + torch.arange(c, device=x.device)).flatten(2).unsqueeze(2)
     bias = bias.unsqueeze(-1).expand(-1, -1, -1, -1, c).flatten(3)
-    bias = bias.masked_fill(torch.arange(keys.shape[2], device=x.device) > rank.unsqueeze(-1), -torch.inf)
+    bias = bias.masked_fill(place > rank.unsqueeze(-1), -torch.inf)
     near = attend(x, keys.to(dtype), values.to(dtype), bias)
     return merge(near, softmax_of_scores(scores + far, sum_values / c))[0]
+
+
+def _by_fused_kernels(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
+    """The same without scores in memory, other than those with block means, by which blocks are chosen. Key blocks that
+    no query of 128 has chosen are skipped.
+    """
+    dtype, c = compute_dtype(x), sizes.block
+    means, mean_values = sum_keys / c, sum_values / c
+    chooser = x.detach().to(dtype) * scale
+    _, far = choose_for_each(chooser, rank, chooser @ means.detach().mT, radius.squeeze(3), sizes)
+    number, last = torch.arange(far.shape[3], device=x.device), rank[:, 0]
+    near = (far == -torch.inf) & (number * c <= rank.unsqueeze(-1))
+
+    def visible(b, h, i, j):
+        return near[b, h, i, j // c] & (j <= last[b, i])
+
+    mask = fused.block_mask_of_pairs(near, c, visible)
+    parts = [
+        fused.attend(x, keys.to(x.dtype), values.to(x.dtype), scale=scale, mask=mask),
+        fused.attend(x, means.to(x.dtype), mean_values.to(x.dtype), scale=scale, tile_bias=far),
+    ]
+    return merge(*((out.to(dtype), lse) for out, lse in parts))[0]
 
 
 def _gathered(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:

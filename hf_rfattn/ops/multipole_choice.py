@@ -148,7 +148,7 @@ def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tu
     content = torch.ones(B, heads, dtype=torch.bool, device=x.device)
     if order == "auto":
         content = prefers_content(x_moments[1], y_moments[1], scale)
-        if not traced() and not content.any():
+        if x.is_cpu and not traced() and not content.any():  # a GPU would have to be waited for
             return y_order, x_order
 
     def by_content(z, seen, z_moments, before, first: int) -> Tensor:

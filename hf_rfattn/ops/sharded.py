@@ -81,7 +81,7 @@ class Part:
             x[:, :, self.length - number :] if other > self.rank else x[:, :, :number]
             for other, number in enumerate(given)
         ]
-        found = _Exchange.apply(torch.cat(pieces, 2).movedim(2, 0), given, taken, self).movedim(0, 2)
+        found = Exchange.apply(torch.cat(pieces, 2).movedim(2, 0), given, taken, self).movedim(0, 2)
         left = sum(taken[: self.rank])
         return torch.cat([found[:, :, :left], x, found[:, :, left:]], 2)
 
@@ -95,7 +95,7 @@ class Part:
         at = local.clamp(0, self.length - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
         found = x.gather(2, at).masked_fill(~here[:, None, :, None], 0).unflatten(2, index.shape[1:])
         ones = [1] * self.size
-        return _Exchange.apply(found.movedim(2, 0), ones, ones, self).sum(0)
+        return Exchange.apply(found.movedim(2, 0), ones, ones, self).sum(0)
 
     def gather_sums(self, sums: Sums) -> list[Sums]:
         """The sums of every process, by one exchange."""
@@ -123,7 +123,7 @@ class _Gather(torch.autograd.Function):
         return found.sum(0), None
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """Rows `[L, ...]` to and from each process."""
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Exchange.apply(gradient, ctx.taken, ctx.given, ctx.part), None, None, None
+        return Exchange.apply(gradient, ctx.taken, ctx.given, ctx.part), None, None, None
 
 
 def _collective(part: Part, call: Callable[[], Any]) -> None:
@@ -268,10 +268,10 @@ def part_of_global_attention(
 
 
 def part_with_global_rows(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, count: int, part: Part, *, scale: float
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, count: int, part: Part, *, scale: float, last: bool = True
 ) -> Tensor:
     """`with_global_rows` of a part: each process attends to its keys, and all of them are merged."""
-    found, dtype = Globals.of(part, count, False, q), compute_dtype(q)
+    found, dtype = Globals.of(part, count, not last, q), compute_dtype(q)
     x = part.fetch(q, found.asked).to(dtype)
     mask = None if part.key_mask is None else part.own(part.key_mask, 1)
     bias = None if mask is None else torch.where(mask[:, None, None], 0.0, -torch.inf)

@@ -17,7 +17,7 @@ Options = TypeVar("Options", bound="CommonOptions")
 
 MAY_BE_0 = {
     "seed", "transfer_steps", "workers", "transfer_parts", "weight_decay", "warmup", "max_gradient_norm",
-    "distill_hidden", "parts", "divergence", "stride",
+    "distill_hidden", "parts", "stride",
 }  # fmt: skip
 
 
@@ -55,6 +55,9 @@ class CommonOptions:
         "gave; 'interpolate' stretches it."
     )
     batch_size: int = described("Examples per step, over all processes.", 32)
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = described(
+        "Precision of training and attention transfer. Default: what accelerate's config says."
+    )
     seed: int = described("Random seed.", 0)
     save_every: int | None = described("Steps between states that --resume can continue from.")
     resume: bool = described("Continue from the last state in the output folder, if there is one.", False)
@@ -119,7 +122,6 @@ class RunOptions(CommonOptions):
     lora_rank: int | None = described(
         "Train LoRA adapters of this rank, mechanisms and head; adapters are merged into the saved model."
     )
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = described("Default: what accelerate's config says.")
     gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
     group_by_length: bool = described("Batch examples of similar length: less padding.", False)
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)

@@ -1,7 +1,7 @@
 """Learning from softmax: attention transfer before training, distillation and LoRA in it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Inputs:
             yield model_inputs(self.rows, self.collate, batch[rank::processes])
 
 
-def transfer(session: Session, model: PreTrainedModel, inputs: Inputs, **arguments: Any) -> hf_rfattn.Conversion:
+def transfer(session: Session, model: PreTrainedModel, inputs: Iterable[Any], **arguments: Any) -> hf_rfattn.Conversion:
     """Teach the mechanisms of a patched model; an interrupted run continues.
 
     Arguments are those of `hf_rfattn.convert`; None is its default.
@@ -59,7 +59,8 @@ def transfer(session: Session, model: PreTrainedModel, inputs: Inputs, **argumen
     given = {name: value for name, value in arguments.items() if value is not None}
     if options.save_every:
         given |= {"checkpoint": session.output / TRANSFER, "save_every": options.save_every}
-    done = hf_rfattn.convert(model, None, inputs, **given)
+    with session.accelerator.autocast():
+        done = hf_rfattn.convert(model, None, inputs, **given)
     session.say(str(done))
     return done
 
@@ -75,12 +76,12 @@ def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, 
 
 
 def recorded_transfer(model: str | None) -> dict[str, Any] | None:
-    """What `convert.py` has written about the model, if that is where it comes from."""
-    path = Path(model or "") / RESULTS / f"{TRANSFER}.json"
-    if not path.exists():
-        return None
-    document = json.loads(path.read_text(encoding="utf-8"))
-    return {**document["transfer"], "dataset": document["dataset"]}
+    """What is written about attention transfer in the model's folder by the recipe that it comes from."""
+    for path in sorted((Path(model or "") / RESULTS).glob("*.json")):
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document.get("transfer"):
+            return {**document["transfer"], "dataset": document["dataset"]}
+    return None
 
 
 class Teacher:

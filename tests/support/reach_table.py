@@ -1,4 +1,4 @@
-"""The README's table of architectures: `PYTHONPATH=tests python -m support.reach_table --readme README.md`.
+"""The table of architectures: `PYTHONPATH=tests python -m support.reach_table --page docs/reference/models.md`.
 
 None of it is written by hand: every model is built, patched and run, and the table says what its attention modules did.
 """
@@ -74,9 +74,9 @@ def reach_table() -> str:
     )
 
 
-def with_table(readme: str, table: str) -> str:
-    """The README with the table between its markers."""
-    before, start, rest = readme.partition(START)
+def with_table(page: str, table: str) -> str:
+    """The page with the table between its markers."""
+    before, start, rest = page.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
         raise ValueError(f"There is no place for the table; put {START} and {END} on lines of their own.")
@@ -84,9 +84,9 @@ def with_table(readme: str, table: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the table of supported architectures, or write it to a README.")
-    parser.add_argument("--readme", type=Path, help="file with the markers")
-    path = parser.parse_args().readme
+    parser = argparse.ArgumentParser(description="Print the table of supported architectures, or write it to a page.")
+    parser.add_argument("--page", type=Path, help="file with the markers")
+    path = parser.parse_args().page
     logging.disable(logging.WARNING)  # of transformers, on tiny configs
     torch.set_num_threads(1)
     table = reach_table()
