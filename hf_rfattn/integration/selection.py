@@ -47,8 +47,7 @@ class Candidate:
 _EXACT = Candidate(None, 0.0, 1.0)
 
 
-@dataclass(frozen=True)
-class AttentionChoice(Mapping[int, "MechanismConfig | str"]):
+class AttentionChoice(dict[int, "MechanismConfig | str"]):
     """A mapping from layer numbers to configs, or to "softmax", for `patch_model`. Prints as a table with the reasons.
 
     `chosen`: by layer; None for layers that cannot be patched. `reasons`: why, by layer. `candidates`: all that was
@@ -56,21 +55,16 @@ class AttentionChoice(Mapping[int, "MechanismConfig | str"]):
     can be patched, over those of softmax.
     """
 
-    chosen: dict[int, Candidate | None]
-    reasons: dict[int, str]
-    candidates: dict[int, list[Candidate]]
-    length: int
-    cost: float
-
-    def __getitem__(self, layer: int) -> "MechanismConfig | str":
-        candidate = self.chosen[layer]
-        return SOFTMAX if candidate is None or candidate.config is None else candidate.config
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.chosen)
-
-    def __len__(self) -> int:
-        return len(self.chosen)
+    def __init__(
+        self,
+        chosen: dict[int, Candidate | None],
+        reasons: dict[int, str],
+        candidates: dict[int, list[Candidate]],
+        length: int,
+        cost: float,
+    ):
+        super().__init__({layer: (c and c.config) or SOFTMAX for layer, c in chosen.items()})
+        self.chosen, self.reasons, self.candidates, self.length, self.cost = chosen, reasons, candidates, length, cost
 
     def __str__(self) -> str:
         rows = [
