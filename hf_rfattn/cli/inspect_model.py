@@ -127,15 +127,16 @@ def _site_document(site: "AttentionSite") -> dict[str, Any]:
 
 
 def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.dtype") -> dict[str, int]:
-    """Multiply-adds and memory of all patched modules, one sequence."""
+    """Multiply-adds of all patched modules, one sequence, and what generation keeps of it."""
     from ..integration.cost import attention_cost
 
     cost: dict[str, int] = {"length": length, "multiply_adds": 0, "softmax_multiply_adds": 0}
     for mechanism, causal in patched:
         one = attention_cost(mechanism, length, causal=causal, dtype=dtype)
-        keys = ("state_bytes", "kv_cache_bytes") if causal else ("feature_bytes", "score_matrix_bytes")
-        counts = (one.multiply_adds, one.softmax_multiply_adds, one.memory, one.softmax_memory)
-        for key, value in zip(("multiply_adds", "softmax_multiply_adds", *keys), counts, strict=True):
+        counts = {"multiply_adds": one.multiply_adds, "softmax_multiply_adds": one.softmax_multiply_adds}
+        if causal:
+            counts |= {"state_bytes": one.memory, "kv_cache_bytes": one.softmax_memory}
+        for key, value in counts.items():
             cost[key] = cost.get(key, 0) + value
     return cost
 
@@ -187,12 +188,7 @@ def _cost_lines(report: dict[str, Any]) -> list[str]:
     from ..results import in_bytes, si
 
     name = report["attention"]["mechanism"]
-    memory = {
-        "kv_cache_bytes": "softmax: KV cache",
-        "state_bytes": f"{name}: state",
-        "score_matrix_bytes": "softmax: scores",
-        "feature_bytes": f"{name}: features",
-    }
+    memory = {"kv_cache_bytes": "softmax: KV cache", "state_bytes": f"{name}: state"}
     memory = {key: title for key, title in memory.items() if key in report["costs"][0]}
     rows = [
         (
@@ -208,8 +204,6 @@ def _cost_lines(report: dict[str, Any]) -> list[str]:
     lines = ["All patched modules together, one sequence, counted:", text_table(dict.fromkeys(titles, ">"), rows)]
     if "state_bytes" in memory:
         lines.append("State: all that generate() keeps of a sequence, in float32; the KV cache grows with every token.")
-    if "feature_bytes" in memory:
-        lines.append("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
     even = report["crossover_length"]
     lines.append(
         f"Break-even sequence length in multiply-adds: {f'{even:,}' if even else 'none'}. The break-even in time is "

@@ -37,11 +37,6 @@ def _fill_mechanisms(original: Any, self: PreTrainedModel, module: nn.Module, *a
     done = getattr(module, "_is_hf_initialized", False) or _LOADING.get()
     ours = isinstance(module, (Mechanism, FeatureMap))
     if ours and not done and [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if not hasattr(module, "reset_parameters"):
-            raise NotImplementedError(
-                f"{type(module).__name__} has parameters or buffers of its own, so it must define "
-                "reset_parameters(), which fills them with their initial values."
-            )
         module.reset_parameters()  # type: ignore[operator]
     original(self, module, *args, **kwargs)
 

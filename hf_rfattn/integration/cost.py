@@ -17,12 +17,7 @@ _LONGEST = 2**40
 
 
 class AttentionCost(NamedTuple):
-    """Cost of one attention module on one sequence; memory in bytes.
-
-    Causal: what generation must keep, against the key and value cache of softmax. Bidirectional:
-    features (and scores within the band) of all tokens, against the matrix of scores, which fused kernels compute in
-    pieces and never store as a whole.
-    """
+    """Cost of one attention module on one sequence; memory is what generation keeps of it, in bytes."""
 
     multiply_adds: int
     softmax_multiply_adds: int
@@ -42,19 +37,16 @@ def attention_cost(
     (33554432, 532480)
     """
     heads, kv_heads, head_dim = mechanism.num_heads, mechanism.num_kv_heads, mechanism.head_dim
-    work = heads * mechanism.multiply_adds(length, causal)
-    if not causal:
-        bandwidth, globals_ = (getattr(mechanism.config, n, None) for n in ("bandwidth", "global_tokens"))
-        near = 0 if bandwidth is None else min(length, 2 * (bandwidth + (globals_ or 0)) + 1)
-        memory = length * ((heads + kv_heads) * mechanism.num_features + heads * near) * torch.float32.itemsize
-        return AttentionCost(work, 2 * heads * head_dim * length**2, memory, heads * length**2 * dtype.itemsize)
     if mechanism.holds_all_keys:
         state = mechanism.new_state(1, head_dim, dtype, "meta", length)  # type: ignore[call-arg]
     else:
         state = mechanism.new_state(1, head_dim, torch.promote_types(dtype, torch.float32), "meta")
-    memory = sum(tensor.nbytes for tensor in state.tensors())
-    softmax = heads * head_dim * length * (length + 1)
-    return AttentionCost(work, softmax, memory, kv_heads * length * 2 * head_dim * dtype.itemsize)
+    return AttentionCost(
+        multiply_adds=heads * mechanism.multiply_adds(length, causal),
+        softmax_multiply_adds=heads * head_dim * length * (length + 1 if causal else 2 * length),
+        memory=sum(tensor.nbytes for tensor in state.tensors()),
+        softmax_memory=kv_heads * length * 2 * head_dim * dtype.itemsize,
+    )
 
 
 def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:
