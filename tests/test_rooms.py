@@ -19,7 +19,6 @@ RECIPES = PACKAGE.parent / "recipes"
 # From below to above. A module belongs to the longest name here that its own begins with.
 ROOMS = [
     "results",
-    "extras",
     "import_hook",
     "ops",
     "features",
