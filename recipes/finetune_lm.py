@@ -54,6 +54,9 @@ class LanguageOptions(RunOptions):
         "Of the tokenizer that is trained on the text, if none is given to --from-scratch.", 8192
     )
     data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
+    eval_batch_size: int = described(
+        "Windows a process evaluates at once; logits of a large vocabulary fill memory.", 8
+    )
     eval_stride: int | None = described(
         "How far evaluation windows move on; what they share is context. Default: by all but one token, the fastest."
     )

@@ -61,13 +61,30 @@ def test_every_attention_at_every_length(gpt2, texts, tmp_path, capsys):
     assert result["kind"] == "bench lm" and result["attention"]["softmax"] == "softmax"
     said = capsys.readouterr()
     table = evaluate_lm.table(result["cells"], "a title")
-    assert [row[0] for row in table.rows[::2]] == ["softmax", "hedgehog", "hedgehog, after transfer", "linear"]
-    assert [row[3] for row in table.rows[:2]] == ["1.000", "1.000"]
-    assert "perplexity" in said.out
+    assert [row[1] for row in table.rows[::2]] == ["softmax", "hedgehog", "linear"]
+    assert all(row[2].endswith("(1.00 ×)") for row in table.rows[:2])
+    assert "Perplexity" in said.out
     for length in LENGTHS:  # keys and values of two layers of size 64 in float32
         assert cells["softmax", "before training", length]["cache_bytes"] == 2 * 2 * 64 * length * 4
     constant = {cells["linear", "before training", length]["cache_bytes"] for length in LENGTHS}
     assert len(constant) == 1
+
+
+def test_options_of_each_attention_and_either_measurement_alone(gpt2, texts, tmp_path):
+    kinds = "softmax,band bandwidth=4,band bandwidth=8"
+    speed = measure(gpt2, texts, tmp_path / "speed", attention=kinds, max_tokens=0, repetitions=1, dtype="bfloat16")
+    assert {name: each["bandwidth"] for name, each in speed["attention"].items() if name != "softmax"} == {
+        "band bandwidth=4": 4,
+        "band bandwidth=8": 8,
+    }
+    assert speed["tokens"] == 0 and all(cell["metrics"] == {} and cell["ms_per_token"] > 0 for cell in speed["cells"])
+    cells = by_place(speed)
+    for length in LENGTHS:  # bfloat16: half of what float32 takes
+        assert cells["softmax", "before training", length]["cache_bytes"] == 2 * 2 * 64 * length * 2
+    score = measure(gpt2, texts, tmp_path / "score", attention=kinds, repetitions=0)
+    assert all("ms_per_token" not in cell for cell in score["cells"])
+    near, wide = (by_place(score)[f"band bandwidth={w}", "before training", 32]["metrics"] for w in (4, 8))
+    assert near["perplexity"] != wide["perplexity"]
 
 
 def test_perplexity_is_that_of_the_model(gpt2, texts, tmp_path):

@@ -16,6 +16,7 @@ from .data import Source, check_texts, load_split
 from .models import read_config
 
 END = "<|endoftext|>"
+PART = 512  # tokens whose logits are looked at in float32 at once: they are large
 
 
 def load_text(source: Source, split: str, most: int | None = None, column: str = "text") -> Dataset:
@@ -72,8 +73,11 @@ def split_windows(tokens: np.ndarray, length: int, stride: int) -> Dataset:
 def window_losses(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Of each window, the negative log-likelihood of the tokens that count, and their number."""
     labels = labels[:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels, reduction="none")
-    return {"losses": losses.sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
+    parts = zip(logits[:, :-1].split(PART, dim=1), labels.split(PART, dim=1), strict=True)
+    losses = [
+        F.cross_entropy(part.flatten(0, 1).float(), x.flatten(), reduction="none").view_as(x) for part, x in parts
+    ]
+    return {"losses": torch.cat(losses, 1).sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
 
 
 def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:

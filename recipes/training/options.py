@@ -17,7 +17,7 @@ Options = TypeVar("Options", bound="CommonOptions")
 
 MAY_BE_0 = {
     "seed", "transfer_steps", "workers", "transfer_parts", "weight_decay", "warmup", "max_gradient_norm",
-    "distill_hidden", "parts", "stride",
+    "distill_hidden", "parts", "stride", "max_tokens", "repetitions",
 }  # fmt: skip
 
 

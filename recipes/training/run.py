@@ -21,7 +21,7 @@ from .task import Prepared, Task, TrainingOrder, check_share
 from .teaching import Inputs, add_adapters, make_teacher, model_inputs, recorded_transfer, transfer, transfer_document
 
 Options = TypeVar("Options", bound=RunOptions)
-ERROR_EXAMPLES = 8  # of a batch on which the error against softmax is measured
+ERROR_EXAMPLES, ERROR_TOKENS = 8, 2048  # at most, of the batch on which the error against softmax is measured
 BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", "max_gradient_norm")
 WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # every process has the whole model
 
@@ -195,7 +195,8 @@ def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: Run
 
 def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
     """The first examples of the training, as a batch without labels."""
-    return model_inputs(prepared.train, prepared.collate, order.epoch(0)[:ERROR_EXAMPLES])
+    count = max(1, min(ERROR_EXAMPLES, ERROR_TOKENS // prepared.max_length))
+    return model_inputs(prepared.train, prepared.collate, order.epoch(0)[:count])
 
 
 def short_error(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
