@@ -9,8 +9,6 @@ import dataclasses
 import statistics
 import time
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,21 +16,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from training.data import find_source
-from training.language import load_text, split_blocks, split_windows, tokens_of, window_losses
-from training.loop import as_document
-from training.metrics import perplexity
-from training.models import (
-    Collator,
-    attention_of,
-    choose_length,
-    load_tokenizer,
-    mechanism_parameters,
-    read,
-)
+from training.evaluation import as_document
+from training.language import load_text, perplexity, split_blocks, split_windows, tokens_of, window_losses
+from training.models import Collator, attention_of, choose_length, load_tokenizer, mechanism_parameters, read
 from training.options import CommonOptions, described
-from training.session import RESULT, Session, in_session, run_recipe
-from training.task import TrainingOrder
-from training.teaching import Inputs, model_inputs, transfer, transfer_document
+from training.session import RESULT, Session, run_recipe
+from training.teaching import model_inputs, shared_batches, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
@@ -43,7 +32,6 @@ from hf_rfattn.results import (
     DASH,
     SOFTMAX,
     STAGES,
-    Metric,
     Table,
     in_bytes,
     number,
@@ -82,8 +70,8 @@ class EvaluateOptions(CommonOptions):
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
         super().__post_init__()
-        if self.push_to_hub or self.save_every:
-            raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
+        if self.save_every:
+            raise ValueError("This recipe saves no states: leave out --save-every.")
         if not self.lengths or self.lengths[0] <= self.new_tokens + 1:
             raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1.")
         if self.max_length not in (None, self.lengths[-1]):
@@ -105,34 +93,32 @@ class EvaluateOptions(CommonOptions):
         }
 
 
-def evaluate(options: EvaluateOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "bench lm", partial(measure, options=options))
-
-
-def measure(session: Session, options: EvaluateOptions) -> None:
+def evaluate(session: Session) -> None:
+    options = session.options
     if session.accelerator.num_processes > 1:
         raise ValueError("evaluate_lm.py measures speed and runs in one process; start it with python.")
     tokenizer = load_tokenizer(options)
     model = read("--model", AutoModelForCausalLM, options.model, dtype=getattr(torch, options.dtype))
     model.to(session.accelerator.device).eval()
     choose_length(model, options, options.lengths[-1], tokenizer)
-    source = find_source(options.data, "Salesforce/wikitext", options.data_config, "wikitext", options.data_name)
+    source = find_source(options.data, "Salesforce/wikitext", options.data_config, options.data_name)
     splits = [options.split, *([options.transfer_split] if options.transfer_steps else [])]
     texts = {split: load_text(source, split, column=options.text_column) for split in splits}
     stream = tokens_of(texts[options.split], tokenizer)
     tokens = stream[: options.max_tokens]
     if len(stream if options.max_tokens == 0 else tokens) < options.lengths[-1]:
         raise ValueError(f"{len(tokens)} tokens to evaluate on are less than a context of {options.lengths[-1]}.")
-    blocks = None
+    train, few = None, {}
     if options.transfer_steps:  # the last blocks are kept for the errors that are reported
-        learnt = tokens_of(texts[options.transfer_split], tokenizer)
+        learnt, collate = tokens_of(texts[options.transfer_split], tokenizer), Collator(tokenizer)
         blocks = split_blocks(learnt, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
-        if len(blocks) < options.batch_size + MEASURED_ON:
+        count = len(blocks) - MEASURED_ON
+        if count < options.batch_size:
             raise ValueError(
                 f"The text to learn from has {len(blocks)} block(s); --batch-size {options.batch_size} and "
                 f"{MEASURED_ON} to measure on are needed. Give a smaller --batch-size or --transfer-length."
             )
+        train, few = blocks.select(range(count)), model_inputs(blocks, collate, list(range(count, len(blocks))))
     session.open_output()
     cells: list[dict[str, Any]] = []
     kinds: dict[str, Any] = {}
@@ -144,16 +130,8 @@ def measure(session: Session, options: EvaluateOptions) -> None:
         kinds[name] = attention_of(model)
         here = {length: speed.get((kind, length), {}) for length in options.lengths}
         cells += measure_lengths(session, model, tokens, here, name, STAGES[0])
-        if blocks is not None and mechanism_parameters(model):
-            count, collate = len(blocks) - MEASURED_ON, Collator(tokenizer)
-            done = transfer(
-                session,
-                model,
-                Inputs(blocks, collate, TrainingOrder(count, options.batch_size, options.seed), session.accelerator),
-                steps=options.transfer_steps,
-                learning_rate=options.transfer_learning_rate,
-                measure=model_inputs(blocks, collate, list(range(count, len(blocks)))),
-            )
+        if train is not None and mechanism_parameters(model):
+            done = transfer(session, model, shared_batches(session, train, collate), few)
             model.eval()
             transfers[name] = transfer_document(done, options.batch_size)
             cells += measure_lengths(session, model, tokens, here, name, STAGES[1])
@@ -189,7 +167,7 @@ def measure_lengths(
     """A cell for each context length, with the speed of this kind of attention, which no training changes."""
     cells = []
     for length, measured in speed.items():
-        metrics = as_document(score(model, tokens, length)) if len(tokens) else {}
+        metrics = score(model, tokens, length) if len(tokens) else {}
         cells.append({"attention": name, "stage": stage, "length": length, "metrics": metrics, **measured})
         said = f"perplexity {metrics['perplexity']['value']:.4f}" if metrics else measured
         session.say(f"{name}, {stage}, {length} tokens: {said}")
@@ -197,16 +175,15 @@ def measure_lengths(
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Metric]:
+def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Any]:
     """Every token but the first is predicted once, from at most `length` - 1 tokens before it."""
     losses, counts = [], []
-    for row in split_windows(tokens, length, length - 1):
-        ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
-        found = window_losses(model(input_ids=ids, use_cache=False).logits, labels)
+    for row in split_windows(tokens, length):
+        ids = torch.tensor([row["input_ids"]], device=model.device)
+        found = window_losses(model(input_ids=ids, use_cache=False).logits, ids)
         losses.append(float(found["losses"]))
         counts.append(int(found["tokens"]))
-    values = perplexity(losses, counts)
-    return {name: Metric(value, sum(counts), lower_is_better=True) for name, value in values.items()}
+    return as_document(perplexity(losses, counts))
 
 
 @torch.no_grad()
@@ -290,4 +267,4 @@ def beside(value: float | None, ratios: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    run_recipe(EvaluateOptions, evaluate, __doc__)
+    run_recipe(EvaluateOptions, "bench lm", evaluate, __doc__)

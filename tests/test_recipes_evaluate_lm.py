@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from support import sample
 from support.recipes import forget_processes, make_gpt2
-from training import sample
+from training.messages import script
+from training.session import in_session
 
 import hf_rfattn
 
@@ -32,11 +34,9 @@ def measure(model, data, output, **fields):
     given = {"lengths": LENGTHS, "new_tokens": 3, **fields}
     forget_processes()
     try:
-        return json.loads(
-            evaluate_lm.evaluate(
-                evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
-            ).read_text()
-        )
+        options = evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
+        with script():
+            return json.loads(in_session(options, "bench lm", evaluate_lm.evaluate).read_text())
     finally:
         forget_processes()
 
@@ -113,7 +113,7 @@ def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lengths": [60], "split": "train", "max_tokens": 60, "data": "sample", "model": "./nowhere"}, "'./nowhere'"),
+        ({"lengths": [60], "split": "train", "max_tokens": 60, "model": "./nowhere"}, "'./nowhere'"),
         ({"split": "dev"}, "split 'dev', cannot be read"),
         ({"text_column": "txt"}, "has no column 'txt'"),
         ({"transfer_steps": 2, "batch_size": 10**6, "attention": "hedgehog"}, "smaller --batch-size"),
@@ -134,7 +134,7 @@ def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
         ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"max_length": 100}, "largest of --lengths"),
         ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "exactly one mechanism"),
-        ({"push_to_hub": "me/it"}, "saves no model"),
+        ({"save_every": 2}, "saves no states"),
     ],
 )
 def test_options(fields, message):
