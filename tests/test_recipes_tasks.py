@@ -1,5 +1,6 @@
 """Every recipe from its options to its result file, on `sample` data and tiny models."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from support import sample
 from support.recipes import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_here, sample_tokenizer
+from training.teaching import make_teacher
 
 import hf_rfattn
 from hf_rfattn.hub.cards import make_card
@@ -244,6 +246,12 @@ def test_pooling(bert, tmp_path, pooling):
         batch_size=4, **options,
     )  # fmt: skip
     assert again["history"][0]["metrics"] == trained["metrics"]
+    folder = str(tmp_path / "a" / "model")
+    options = finetune_glue.GlueOptions(model=folder, distill="self")
+    teacher = make_teacher(torch.device("cpu"), model, options).model  # what it teaches is pooled likewise
+    student = finetune_glue.GlueTask(dataclasses.replace(options, data=sample.folder("sst2"))).prepare().model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(**batch).logits, student(**batch).logits)
     assert not any("pooler" in name for name in load_file(tmp_path / "b" / "model" / "model.safetensors"))
 
 
