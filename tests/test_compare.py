@@ -378,3 +378,17 @@ def test_the_files_that_come_with_it(name, variables, tmp_path, bert):
     rows = [{run.place["row"] for run in judged if run.place["part"] == part.place["part"]} for part in judged]
     assert all(found >= least for found in rows)
     assert name == "stories" or any(found >= least | {"rff", "linear"} for found in rows)
+
+
+@pytest.mark.parametrize(("name", "models"), [("embeddings", ("minilm", "bge")), ("long_reviews", ("model",))])
+def test_the_files_about_long_inputs(name, models, tmp_path, bert):
+    for folder in ("squad", "glue_stsb"):
+        (tmp_path / folder).mkdir()
+    given = {"data": str(tmp_path), **dict.fromkeys(models, bert)}
+    made = plan.read_plan(demo.FOLDER / "compare" / f"{name}.yaml", tmp_path / "out", given)
+    parts = {(run.place["part"], run.options.max_length): set() for run in made.runs if run.place}
+    for run in made.runs:
+        if run.place:
+            parts[run.place["part"], run.options.max_length].add(run.place["row"])
+    assert len(parts) == {"embeddings": 6, "long_reviews": 3}[name]
+    assert all(rows >= {"softmax", "multipole", "fmm", "band", "average"} for rows in parts.values())
