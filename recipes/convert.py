@@ -7,19 +7,15 @@ accelerate launch recipes/finetune_snli.py --model converted/model
 import training.messages  # noqa: F401  # isort: skip
 
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from training.data import check_texts, find_source, load_split, take
+from training.data import check_texts, find_source, take
 from training.language import load_text, split_blocks, tokens_of
 from training.models import Collator, attention_of, choose_length, load_base, load_tokenizer, set_attention
 from training.options import CommonOptions, described
-from training.session import MODEL, TRANSFER, Session, in_session, run_recipe, whole_folder
-from training.task import TrainingOrder, check_share
-from training.teaching import MODEL_INPUTS, Inputs, model_inputs, transfer, transfer_document
-from transformers import PreTrainedTokenizerBase
+from training.session import MODEL, TRANSFER, Session, run_recipe, whole_folder
+from training.task import check_share
+from training.teaching import MODEL_INPUTS, model_inputs, shared_batches, transfer, transfer_document
 
 USUAL_LENGTH = 512
 
@@ -49,46 +45,48 @@ class ConvertOptions(CommonOptions):
             raise ValueError("--columns names one column, or two for pairs; --join takes one.")
 
 
-def convert(options: ConvertOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "transfer", partial(teach, options=options))
-
-
-def teach(session: Session, options: ConvertOptions) -> None:
+def convert(session: Session) -> None:
+    options = session.options
     accelerator, batch_size = session.accelerator, options.batch_size
     check_share(batch_size, accelerator.num_processes, 1)
     tokenizer = load_tokenizer(options)
     model = load_base(options).to(accelerator.device)
     config = options.data_config or "wikitext-2-raw-v1"
-    source = find_source(options.data, "Salesforce/wikitext", config, "wikitext", options.data_name)
+    source = find_source(options.data, "Salesforce/wikitext", config, options.data_name)
     length = choose_length(model, options, USUAL_LENGTH, tokenizer)
+
+    def encode(texts: dict[str, list[str]]) -> dict[str, Any]:
+        encoded = tokenizer(*texts.values(), truncation=True, max_length=length)
+        return {name: encoded[name] for name in MODEL_INPUTS if name in encoded}
+
     with accelerator.main_process_first():
         if options.join:
             texts = load_text(source, options.split, options.max_samples, options.columns[0])
-            rows = split_blocks(tokens_of(texts, tokenizer), length).select_columns(["input_ids"]).shuffle(seed=0)
+            rows = split_blocks(tokens_of(texts, tokenizer), length).select_columns(["input_ids"])
         else:
-            texts = load_split(source, options.split, options.columns)
+            texts = source.load(options.split, options.columns)
             texts = texts.filter(lambda text: bool(str(text or "").strip()), input_columns=options.columns[0])
-            check_texts(texts, options.columns, f"{source.name}, split {options.split!r}")
+            check_texts(texts, options.columns)
             texts = take(texts, options.max_samples)
-            rows = encode(texts, tokenizer, length).shuffle(seed=0)
+            rows = texts.map(encode, batched=True, remove_columns=texts.column_names, desc="tokens")
+        rows = rows.shuffle(seed=0)
     if len(rows) <= batch_size:
         raise ValueError(
             f"{source.name} has {len(rows)} text(s); more than --batch-size {batch_size} are needed, since errors are "
             "measured on a batch that is not trained on."
         )
     set_attention(model, options)
-    collate, rest = Collator(tokenizer), rows.select(range(batch_size, len(rows)))
     session.open_output()
+    collate = Collator(tokenizer)
     done = transfer(
         session,
         model,
-        Inputs(rest, collate, TrainingOrder(len(rest), batch_size, options.seed), accelerator),
+        shared_batches(session, rows.select(range(batch_size, len(rows))), collate),
+        model_inputs(rows, collate, list(range(batch_size))),
         steps=options.steps,
         learning_rate=options.learning_rate,
         parts=options.parts,
         divergence=options.divergence,
-        measure=model_inputs(rows, collate, list(range(batch_size))),
     )
     if accelerator.is_main_process:
         with whole_folder(session.output / MODEL) as folder:
@@ -103,15 +101,5 @@ def teach(session: Session, options: ConvertOptions) -> None:
         session.finish(found, TRANSFER)
 
 
-def encode(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-    """Token lists, nothing else."""
-
-    def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
-        encoded = tokenizer(*rows.values(), truncation=True, max_length=length)
-        return {name: encoded[name] for name in MODEL_INPUTS if name in encoded}
-
-    return texts.map(cut, batched=True, remove_columns=texts.column_names, desc="tokens")
-
-
 if __name__ == "__main__":
-    run_recipe(ConvertOptions, convert, __doc__)
+    run_recipe(ConvertOptions, "transfer", convert, __doc__)

@@ -12,21 +12,38 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import gather_object
 from datasets import Dataset
-from training.data import Source, check_labels, check_texts, find_source, load_split, take
-from training.loop import as_document
-from training.metrics import GLUE, measure
-from training.models import Collator, attention_of, choose_length, set_attention, with_padding
+from torch import Tensor
+from training.classification import CORRELATIONS, measure
+from training.data import Source, check_texts, find_source, take
+from training.evaluation import as_document, peak_memory
+from training.models import (
+    Collator,
+    attention_of,
+    choose_length,
+    load_tokenizer,
+    read_config,
+    set_attention,
+    with_padding,
+)
 from training.options import SEQUENCE_PARALLEL, CommonOptions, described
-from training.retrieval import CUT, Retrieval, embed, from_squad, load_encoder, model_inside, ranking_metrics, read_beir
-from training.session import MODEL, Session, in_session, run_recipe, whole_folder
+from training.retrieval import CUT, Retrieval, from_squad, ranking_metrics, read_beir
+from training.session import MODEL, Session, run_recipe, whole_folder
 from training.task import TrainingOrder, check_share
-from training.teaching import MODEL_INPUTS, Inputs, model_inputs, recorded_transfer, transfer, transfer_document
+from training.teaching import (
+    MODEL_INPUTS,
+    model_inputs,
+    recorded_transfer,
+    shared_batches,
+    transfer,
+    transfer_document,
+)
+from transformers import PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.results import Metric
@@ -71,15 +88,11 @@ class EmbeddingOptions(CommonOptions):
             raise ValueError("--document-tokens, --max-documents and --max-queries are for retrieval.")
 
 
-def evaluate_embeddings(options: EmbeddingOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "task", partial(evaluate, options=options))
-
-
-def evaluate(session: Session, options: EmbeddingOptions) -> None:
+def evaluate(session: Session) -> None:
+    options = session.options
     started, accelerator = time.perf_counter(), session.accelerator
     check_share(options.batch_size, accelerator.num_processes, 1)
-    encoder = load_encoder(options, options.pooling, options.normalize, accelerator.device)
+    encoder = load_encoder(options, accelerator.device)
     own = encoder.max_seq_length  # huge in tokenizers without a limit
     length = choose_length(encoder, options, own if own and own < 10**6 else USUAL_LENGTH)
     encoder.max_seq_length = length
@@ -103,9 +116,8 @@ def evaluate(session: Session, options: EmbeddingOptions) -> None:
     session.say(f"{scores}  {speed['samples_per_second']:.1f} texts/s  {speed['tokens_per_second']:.0f} tokens/s")
     with whole_folder(session.output / MODEL) as folder:
         encoder.save_pretrained(str(folder), create_model_card=False)
-    task = "stsb" if options.task == "stsb" else f"{source.name} retrieval"
     found |= {
-        "task": f"made-up {task}" if source.is_sample else task,
+        "task": "stsb" if options.task == "stsb" else f"{source.name} retrieval",
         "task_type": "sentence-similarity" if options.task == "stsb" else "text-retrieval",
         "dataset": source.document(split, examples),
         "metrics": as_document(metrics),
@@ -123,22 +135,19 @@ def load(
 ) -> tuple[Source, str, Retrieval | Dataset, Mapping[str, Dataset]]:
     """Where the data is, its split, the data, and the same as tables for its fingerprint."""
     if options.task == "stsb":
-        source = find_source(options.data, "nyu-mll/glue", "stsb", "stsb", options.data_name)
+        source = find_source(options.data, "nyu-mll/glue", "stsb", options.data_name)
         split = options.split or "validation"
-        pairs = take(load_split(source, split, [*PAIR, "label"]), options.max_samples)
-        check_texts(pairs, PAIR, f"{source.name}, split {split!r}")
-        check_labels(pairs, 0, f"{source.name}, split {split!r}")
+        pairs = take(source.load(split, [*PAIR, "label"]), options.max_samples)
+        check_texts(pairs, PAIR)
         return source, split, pairs, {"pairs": pairs}
-    source = find_source(options.data, "rajpurkar/squad", None, "squad", options.data_name)
+    source = find_source(options.data, "rajpurkar/squad", None, options.data_name)
     if source.folder is not None and (source.folder / "corpus.jsonl").is_file():
-        if options.document_tokens:
-            raise ValueError("--document-tokens joins paragraphs of SQuAD; a folder in BEIR layout has documents.")
         split = options.split or "test"
         data = read_beir(source.folder, split)
     else:
         split, columns = options.split or "validation", ["title", "context", "question", "id"]
-        rows = load_split(source, split, columns)
-        check_texts(rows, columns, f"{source.name}, split {split!r}")
+        rows = source.load(split, columns)
+        check_texts(rows, columns)
         data = from_squad(rows, encoder.tokenizer, options.document_tokens or length)
     data = data.subset(options.max_documents, options.max_queries)
     return source, split, data, data.as_datasets()
@@ -152,30 +161,22 @@ def teach(session: Session, encoder: Any, data: Retrieval | Dataset, length: int
     options, tokenizer = session.options, with_padding(encoder.tokenizer)
     collate, size = Collator(tokenizer), options.batch_size
 
-    def rows_and_inputs(texts: Sequence[str], size: int) -> tuple[Dataset, Inputs]:
+    def encode(texts: Sequence[str], size: int) -> tuple[Dataset, Iterable[Any]]:
         encoded = tokenizer(list(texts), truncation=True, max_length=length)
         rows = Dataset.from_dict({name: encoded[name] for name in MODEL_INPUTS if name in encoded})
-        return rows, Inputs(rows, collate, TrainingOrder(len(rows), size, options.seed), session.accelerator)
+        return rows, shared_batches(session, rows, collate, TrainingOrder(len(rows), size, options.seed))
 
-    batches: Iterable[Any]
     if isinstance(data, Retrieval):
         for_query, for_document = (prefix or "" for prefix in prefixes(options, encoder))
         texts = list(data.documents.values())
-        sentences = [for_query + part for text in texts for part in SENTENCE_END.split(text)]
-        rows, long = rows_and_inputs([for_document + text for text in texts], size)
-        _, short = rows_and_inputs(sentences, 4 * size)
+        rows, long = encode([for_document + text for text in texts], size)
+        _, short = encode([for_query + part for text in texts for part in SENTENCE_END.split(text)], 4 * size)
         documents = iter(long)
-        batches = (batch for some in short for batch in (next(documents), next(documents), some))
+        batches: Iterable[Any] = (batch for some in short for batch in (next(documents), next(documents), some))
     else:
-        rows, batches = rows_and_inputs(data[PAIR[0]][:] + data[PAIR[1]][:], size)
-    done = transfer(
-        session,
-        model_inside(encoder),
-        batches,
-        steps=options.transfer_steps,
-        learning_rate=options.transfer_learning_rate,
-        measure=model_inputs(rows, collate, list(range(min(size, len(rows))))),
-    )
+        rows, batches = encode(data[PAIR[0]][:] + data[PAIR[1]][:], size)
+    few = model_inputs(rows, collate, list(range(min(size, len(rows)))))
+    done = transfer(session, model_inside(encoder), batches, few)
     return {**transfer_document(done, size), "max_length": length}
 
 
@@ -183,6 +184,75 @@ def prefixes(options: Any, encoder: Any) -> list[str | None]:
     """Of queries and documents: as the options say, or else the model's own files."""
     given = {"query": options.query_prefix, "document": options.document_prefix}
     return [encoder.prompts.get(name) or None if prefix is None else prefix for name, prefix in given.items()]
+
+
+def load_encoder(options: EmbeddingOptions, device: torch.device) -> Any:
+    """A SentenceTransformer in float32: as its files say, or else as the options do (by default mean pooling)."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+    from sentence_transformers.util import is_sentence_transformer_model
+
+    name, weights = str(options.model), {"dtype": torch.float32}
+    read_config("--model", options.model)
+    if is_sentence_transformer_model(name):
+        if options.pooling is not None:
+            raise ValueError(f"--pooling: {name} says in its own files how it pools; leave the option out.")
+        encoder = SentenceTransformer(name, device=str(device), model_kwargs=weights)
+    else:
+        body = Transformer(name, model_kwargs=weights)
+        parts = [body, Pooling(model_inside(body).config.hidden_size, options.pooling or "mean")]
+        encoder = SentenceTransformer(
+            modules=parts + ([Normalize()] if options.normalize else []),
+            device=str(device),
+            similarity_fn_name="cosine" if options.normalize else "dot",
+        )
+    if options.tokenizer is not None:
+        encoder.tokenizer = load_tokenizer(options)
+    return encoder.eval()
+
+
+def model_inside(encoder: Any) -> PreTrainedModel:
+    """The transformers model of a SentenceTransformer."""
+    models = [module for module in encoder.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
+        raise ValueError("This SentenceTransformer holds no transformers model, which this recipe measures.")
+    return models[0]
+
+
+def embed(
+    encoder: Any, texts: Sequence[str], session: Session, *, batch_size: int, prefix: str | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Embeddings of all texts on every process, each of which embeds its share; and the speed of all together.
+
+    The time includes tokenization.
+    """
+    accelerator, (rank, processes) = session.accelerator, session.share()
+    numbers = list(range(rank, len(texts), processes))
+    share = [texts[i] for i in numbers]
+    settings = {"prompt": prefix, "batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
+    if share:
+        encoder.encode(share[:batch_size], **settings)  # the first call is slower
+    accelerator.wait_for_everyone()
+    start = time.perf_counter()
+    own = encoder.encode(share, **settings).cpu() if share else None
+    seconds = time.perf_counter() - start
+    whole = [f"{prefix or ''}{text}" for text in share]
+    encoded = encoder.tokenizer(whole, truncation=True, max_length=encoder.max_seq_length)["input_ids"] if share else []
+    found = {"numbers": numbers, "rows": own, "seconds": seconds, "tokens": sum(map(len, encoded))}
+    parts = gather_object([{**found, "peak": peak_memory(accelerator.device)}])
+    filled = [part for part in parts if part["numbers"]]
+    rows = torch.empty(len(texts), filled[0]["rows"].shape[1])
+    for part in filled:
+        rows[part["numbers"]] = part["rows"].float()
+    seconds, tokens = max(part["seconds"] for part in parts), sum(part["tokens"] for part in parts)
+    tokens = tokens * processes // accelerator.num_processes  # of those that share sequences, each has counted them
+    return rows, {
+        "samples_per_second": len(texts) / seconds,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_bytes": max(part["peak"] for part in parts) or None,
+        "encode_seconds": round(seconds, 3),
+        "tokens_per_text": round(tokens / len(texts), 1),
+    }
 
 
 def retrieve(session: Session, encoder: Any, data: Retrieval) -> tuple[dict[str, Metric], dict[str, Any]]:
@@ -207,9 +277,9 @@ def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[
     texts = [*pairs[PAIR[0]][:], *pairs[PAIR[1]][:]]
     embeddings, speed = embed(encoder, texts, session, batch_size=session.options.eval_batch_size)
     cosines = F.cosine_similarity(*embeddings.chunk(2))
-    values = measure(GLUE["stsb"], cosines.numpy(), torch.tensor(pairs["label"][:]).numpy())
+    values = measure(CORRELATIONS, cosines.numpy(), torch.tensor(pairs["label"][:]).numpy())
     return {name: Metric(value, len(pairs), 1, chance=0.0) for name, value in values.items()}, speed
 
 
 if __name__ == "__main__":
-    run_recipe(EmbeddingOptions, evaluate_embeddings, __doc__)
+    run_recipe(EmbeddingOptions, "task", evaluate, __doc__)

@@ -1,6 +1,6 @@
 """Measure a pretrained decoder by context length with several kinds of attention: perplexity, speed and cache size.
 
-python recipes/evaluate_lm.py --model ./my-llama --attention softmax,fmm --lengths 512 1024 --transfer-steps 200
+python recipes/evaluate_lm.py --model ./my-llama --attention "softmax,fmm bandwidth=256" --lengths 512 1024
 """
 
 import training.messages  # noqa: F401  # isort: skip
@@ -9,55 +9,57 @@ import dataclasses
 import statistics
 import time
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 from training.data import find_source
-from training.language import load_text, split_blocks, split_windows, tokens_of, window_losses
-from training.loop import as_document
-from training.metrics import perplexity
-from training.models import (
-    Collator,
-    attention_of,
-    choose_length,
-    load_tokenizer,
-    mechanism_parameters,
-    read,
-    set_attention,
-)
+from training.evaluation import as_document
+from training.language import load_text, perplexity, split_blocks, split_windows, tokens_of, window_losses
+from training.models import Collator, attention_of, choose_length, load_tokenizer, mechanism_parameters, read
 from training.options import CommonOptions, described
-from training.session import RESULT, Session, in_session, run_recipe
-from training.task import TrainingOrder
-from training.teaching import Inputs, model_inputs, transfer, transfer_document
+from training.session import RESULT, Session, run_recipe
+from training.teaching import model_inputs, shared_batches, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.bench.decode import cache_bytes
 from hf_rfattn.bench.timing import synchroniser
-from hf_rfattn.results import SOFTMAX, STAGES, Metric, Table, in_bytes, print_blocks, rounded, write_result
+from hf_rfattn.mechanisms import MechanismConfig
+from hf_rfattn.results import (
+    DASH,
+    SOFTMAX,
+    STAGES,
+    Table,
+    in_bytes,
+    number,
+    print_blocks,
+    rounded,
+    times,
+    write_result,
+)
 
-REPETITIONS = 3  # of the prefill, after one that is not counted
 MEASURED_ON = 2  # blocks on which errors of attention transfer are measured
 
 
 @dataclass(kw_only=True)
 class EvaluateOptions(CommonOptions):
     attention: str | None = described(
-        "'softmax' or mechanisms, several with commas: softmax,fmm. By default the model stays as it is."
+        "'softmax' or mechanisms, several with commas, each with options if need be: 'softmax,fmm bandwidth=256,band'. "
+        "By default the model stays as it is."
     )
+    dtype: Literal["float32", "bfloat16"] = described("Of weights and activations.", "float32")
     lengths: list[int] = field(
         default_factory=lambda: [512, 1024, 2048], metadata={"help": "Context lengths in tokens."}
     )
     data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
     text_column: str = described("Column of the text.", "text")
     split: str = described("The split to evaluate on.", "test")
-    max_tokens: int | None = described("Evaluate on so many tokens, from the beginning.")
+    max_tokens: int | None = described("Evaluate on so many tokens, from the beginning; 0 measures speed alone.")
     new_tokens: int = described("Tokens to generate at the end of each context, for their time.", 16)
+    repetitions: int = described("Timed prefills of each context, after one that is not counted; 0: no speed.", 3)
 
     transfer_steps: int = described("Also measure after so many steps of attention transfer.", 0)
     transfer_split: str = described("The split to learn from.", "train")
@@ -68,125 +70,130 @@ class EvaluateOptions(CommonOptions):
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
         super().__post_init__()
-        if self.push_to_hub or self.save_every:
-            raise ValueError("This recipe saves no model: leave out --push-to-hub and --save-every.")
+        if self.save_every:
+            raise ValueError("This recipe saves no states: leave out --save-every.")
         if not self.lengths or self.lengths[0] <= self.new_tokens + 1:
             raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1.")
         if self.max_length not in (None, self.lengths[-1]):
             raise ValueError("--max-length is the largest of --lengths; leave it out.")
         self.max_length = self.lengths[-1]
-        mechanisms = [name for name in self.kinds if name not in (None, SOFTMAX)]
+        self.kinds()  # raises if one is unknown
+
+    def kinds(self) -> dict[str | None, MechanismConfig | None]:
+        """Each kind of attention as it was given, and its config; None: as the model is."""
+        if self.attention is None:
+            return {None: None}
+        words = {kind: kind.split() or [""] for kind in self.attention.split(",")}
+        mechanisms = [name for name, *_ in words.values() if name != SOFTMAX]
         if (self.attention_options or self.layers) and len(mechanisms) != 1:
             raise ValueError("--attention-options and --layers need exactly one mechanism in --attention.")
-        for name in mechanisms:
-            hf_rfattn.resolve_config(str(name))  # raises if it is unknown
-
-    @property
-    def kinds(self) -> list[str | None]:
-        """Each kind of attention once, in the order given; None: as the model is."""
-        return [None] if self.attention is None else list(dict.fromkeys(self.attention.split(",")))
+        return {
+            kind: None if name == SOFTMAX else hf_rfattn.parse_attention(name, [*given, *self.attention_options])
+            for kind, (name, *given) in words.items()
+        }
 
 
-def evaluate(options: EvaluateOptions) -> Path:
-    """From the options to the result file; returns its path."""
-    return in_session(options, "bench lm", partial(measure, options=options))
-
-
-def measure(session: Session, options: EvaluateOptions) -> None:
+def evaluate(session: Session) -> None:
+    options = session.options
     if session.accelerator.num_processes > 1:
         raise ValueError("evaluate_lm.py measures speed and runs in one process; start it with python.")
     tokenizer = load_tokenizer(options)
-    model = read("--model", AutoModelForCausalLM, options.model, dtype=torch.float32)
+    model = read("--model", AutoModelForCausalLM, options.model, dtype=getattr(torch, options.dtype))
     model.to(session.accelerator.device).eval()
     choose_length(model, options, options.lengths[-1], tokenizer)
-    source = find_source(options.data, "Salesforce/wikitext", options.data_config, "wikitext", options.data_name)
+    source = find_source(options.data, "Salesforce/wikitext", options.data_config, options.data_name)
     splits = [options.split, *([options.transfer_split] if options.transfer_steps else [])]
     texts = {split: load_text(source, split, column=options.text_column) for split in splits}
-    tokens = tokens_of(texts[options.split], tokenizer)[: options.max_tokens]
-    if len(tokens) < options.lengths[-1]:
-        raise ValueError(
-            f"There are {len(tokens)} tokens to evaluate on, less than a context of {options.lengths[-1]}."
-        )
-    blocks = None
+    stream = tokens_of(texts[options.split], tokenizer)
+    tokens = stream[: options.max_tokens]
+    if len(stream if options.max_tokens == 0 else tokens) < options.lengths[-1]:
+        raise ValueError(f"{len(tokens)} tokens to evaluate on are less than a context of {options.lengths[-1]}.")
+    train, few = None, {}
     if options.transfer_steps:  # the last blocks are kept for the errors that are reported
-        stream = tokens_of(texts[options.transfer_split], tokenizer)
-        blocks = split_blocks(stream, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
-        if len(blocks) < options.batch_size + MEASURED_ON:
+        learnt, collate = tokens_of(texts[options.transfer_split], tokenizer), Collator(tokenizer)
+        blocks = split_blocks(learnt, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
+        count = len(blocks) - MEASURED_ON
+        if count < options.batch_size:
             raise ValueError(
                 f"The text to learn from has {len(blocks)} block(s); --batch-size {options.batch_size} and "
                 f"{MEASURED_ON} to measure on are needed. Give a smaller --batch-size or --transfer-length."
             )
+        train, few = blocks.select(range(count)), model_inputs(blocks, collate, list(range(count, len(blocks))))
     session.open_output()
     cells: list[dict[str, Any]] = []
     kinds: dict[str, Any] = {}
     transfers: dict[str, Any] = {}
-    for kind in options.kinds:
-        if kind is not None:
-            hf_rfattn.unpatch_model(model)
-            if kind != SOFTMAX:
-                set_attention(model, dataclasses.replace(options, attention=kind))
+    speed = measure_speed(model, stream, options)
+    for kind, config in options.kinds().items():
+        set_kind(model, kind, config, options)
         name = kind or hf_rfattn.attention_label(attention_of(model))
         kinds[name] = attention_of(model)
-        cells += measure_lengths(session, model, tokens, options, name, STAGES[0])
-        if blocks is not None and mechanism_parameters(model):
-            count, collate = len(blocks) - MEASURED_ON, Collator(tokenizer)
-            done = transfer(
-                session,
-                model,
-                Inputs(blocks, collate, TrainingOrder(count, options.batch_size, options.seed), session.accelerator),
-                steps=options.transfer_steps,
-                learning_rate=options.transfer_learning_rate,
-                measure=model_inputs(blocks, collate, list(range(count, len(blocks)))),
-            )
+        here = {length: speed.get((kind, length), {}) for length in options.lengths}
+        cells += measure_lengths(session, model, tokens, here, name, STAGES[0])
+        if train is not None and mechanism_parameters(model):
+            done = transfer(session, model, shared_batches(session, train, collate), few)
             model.eval()
             transfers[name] = transfer_document(done, options.batch_size)
-            cells += measure_lengths(session, model, tokens, options, name, STAGES[1])
+            cells += measure_lengths(session, model, tokens, here, name, STAGES[1])
     found = {
         "attention": kinds,
         "dataset": source.document(", ".join(texts), texts),
         "lengths": options.lengths,
         "tokens": len(tokens),
         "new_tokens": options.new_tokens,
-        "repetitions": REPETITIONS,
+        "repetitions": options.repetitions,
+        "dtype": options.dtype,
         "threads": torch.get_num_threads(),
         "transfer": transfers or None,
         "cells": cells,
         "options": dataclasses.asdict(options),
     }
     write_result({**session.document, **found}, session.output / RESULT)
-    print_blocks([table(cells, f"{session.document['model']} on {source.name}")], Console())
+    print_blocks([table(cells, f"Perplexity and speed of {session.document['model']} on {source.name}")], Console())
     session.say(f"Written: {session.output / RESULT}")
 
 
+def set_kind(model: PreTrainedModel, kind: str | None, config: MechanismConfig | None, options: Any) -> None:
+    """Patch or unpatch; without a kind the model stays as it is."""
+    if kind is not None:
+        hf_rfattn.unpatch_model(model)
+    if config is not None:
+        hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
+
+
 def measure_lengths(
-    session: Session, model: PreTrainedModel, tokens: np.ndarray, options: EvaluateOptions, name: str, stage: str
+    session: Session, model: PreTrainedModel, tokens: np.ndarray, speed: dict[int, Any], name: str, stage: str
 ) -> list[dict[str, Any]]:
-    """A cell for each context length."""
+    """A cell for each context length, with the speed of this kind of attention, which no training changes."""
     cells = []
-    for length in options.lengths:
-        metrics = as_document(score(model, tokens, length))
-        speed = measure_speed(model, tokens[:length], options.new_tokens)
-        cells.append({"attention": name, "stage": stage, "length": length, "metrics": metrics, **speed})
-        session.say(f"{name}, {stage}, {length} tokens: perplexity {metrics['perplexity']['value']:.4f}")
+    for length, measured in speed.items():
+        metrics = score(model, tokens, length) if len(tokens) else {}
+        cells.append({"attention": name, "stage": stage, "length": length, "metrics": metrics, **measured})
+        said = f"perplexity {metrics['perplexity']['value']:.4f}" if metrics else measured
+        session.say(f"{name}, {stage}, {length} tokens: {said}")
     return cells
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Metric]:
+def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Any]:
     """Every token but the first is predicted once, from at most `length` - 1 tokens before it."""
     losses, counts = [], []
-    for row in split_windows(tokens, length, length - 1):
-        ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
-        found = window_losses(model(input_ids=ids, use_cache=False).logits, labels)
+    for row in split_windows(tokens, length):
+        ids = torch.tensor([row["input_ids"]], device=model.device)
+        found = window_losses(model(input_ids=ids, use_cache=False).logits, ids)
         losses.append(float(found["losses"]))
         counts.append(int(found["tokens"]))
-    values = perplexity(losses, counts)
-    return {name: Metric(value, sum(counts), lower_is_better=True) for name, value in values.items()}
+    return as_document(perplexity(losses, counts))
 
 
 @torch.no_grad()
-def measure_speed(model: PreTrainedModel, tokens: np.ndarray, new_tokens: int) -> dict[str, Any]:
-    """Prefill of a context and greedy decoding after it, to as many tokens as are given; medians."""
+def measure_speed(
+    model: PreTrainedModel, tokens: np.ndarray, options: EvaluateOptions
+) -> dict[tuple[str | None, int], dict[str, Any]]:
+    """Prefill of a context and greedy decoding after it, to as many tokens as the context has; medians.
+
+    Kinds of attention take turns, so that other work on the machine slows all of them alike.
+    """
     wait = synchroniser(model.device)
 
     def next_token(ids: Tensor, cache: DynamicCache) -> tuple[float, Tensor]:
@@ -197,41 +204,67 @@ def measure_speed(model: PreTrainedModel, tokens: np.ndarray, new_tokens: int) -
         wait()
         return time.perf_counter() - started, token
 
-    prompt = torch.tensor(tokens, device=model.device)[None, : len(tokens) - new_tokens]
-    prefills, steps = [], []
-    for _ in range(1 + REPETITIONS):
-        cache = DynamicCache(config=model.config)
-        seconds, token = next_token(prompt, cache)
-        prefills.append(seconds)
-    for _ in range(new_tokens):
-        seconds, token = next_token(token, cache)
-        steps.append(seconds)
-    return {
-        "prefill_tokens": prompt.shape[1],
-        "prefill_tokens_per_second": rounded(prompt.shape[1] / statistics.median(prefills[1:])),
-        "ms_per_token": rounded(1000 * statistics.median(steps)),
-        "cache_bytes": cache_bytes(cache),
-    }
+    found = {}
+    for length in options.lengths if options.repetitions else ():
+        prompt = torch.tensor(tokens[: length - options.new_tokens], device=model.device)[None]
+        prefills: dict[str | None, list[float]] = {kind: [] for kind in options.kinds()}
+        for repetition in range(1 + options.repetitions):
+            for kind, config in options.kinds().items():
+                set_kind(model, kind, config, options)
+                cache = DynamicCache(config=model.config)
+                seconds, token = next_token(prompt, cache)
+                prefills[kind] += [seconds] if repetition else []
+                if repetition < options.repetitions:
+                    continue
+                steps = []
+                for _ in range(options.new_tokens):
+                    seconds, token = next_token(token, cache)
+                    steps.append(seconds)
+                found[kind, length] = {
+                    "prefill_tokens": prompt.shape[1],
+                    "prefill_tokens_per_second": rounded(prompt.shape[1] / statistics.median(prefills[kind])),
+                    "ms_per_token": rounded(1000 * statistics.median(steps)),
+                    "cache_bytes": cache_bytes(cache),
+                }
+    return found
 
 
 def table(cells: list[dict[str, Any]], title: str) -> Table:
-    """A row for each cell, with its perplexity relative to softmax at the same length."""
-    softmax = {c["length"]: c["metrics"]["perplexity"]["value"] for c in cells if c["attention"] == SOFTMAX}
-    headings = ["attention", "context", "perplexity", "× softmax", "prefill tokens/s", "ms/token", "cache"]
+    """A row for each attention and length, perplexity by stage.
+
+    In brackets: perplexity × that of softmax before training and × that of softmax at this stage; speed × softmax.
+    """
+    scores = {
+        (cell["length"], cell["attention"], cell["stage"]): cell["metrics"]["perplexity"]["value"]
+        for cell in cells
+        if cell["metrics"]
+    }
+    speeds = {(cell["length"], cell["attention"]): cell for cell in cells if "cache_bytes" in cell}
+    stages = list(dict.fromkeys(stage for *_, stage in scores))
     rows = []
-    for cell in cells:
-        value, length = cell["metrics"]["perplexity"]["value"], cell["length"]
-        rows.append([
-            cell["attention"] + (f", {STAGES[1]}" if cell["stage"] == STAGES[1] else ""),
-            f"{length:,}",
-            f"{value:.4g}",
-            f"{value / softmax[length]:.3f}" if length in softmax else "–",
-            f"{cell['prefill_tokens_per_second']:,.0f}",
-            f"{cell['ms_per_token']:.4g}",
-            in_bytes(cell["cache_bytes"]),
-        ])  # fmt: skip
-    return Table(title, headings, rows)
+    for length, attention in dict.fromkeys((cell["length"], cell["attention"]) for cell in cells):
+        row = [f"{length:,}", attention]
+        for stage in stages:
+            value = scores.get((length, attention, stage))
+            softmax = [scores.get((length, SOFTMAX, name)) for name in dict.fromkeys((STAGES[0], stage))]
+            row.append(beside(value, [value / base for base in softmax if value and base]))
+        own, base = (speeds.get((length, name), {}) for name in (attention, SOFTMAX))
+        for name, power in (("prefill_tokens_per_second", 1), ("ms_per_token", -1)):
+            row.append(beside(own.get(name), [(own[name] / base[name]) ** power] if own and base else []))
+        rows.append([*row, in_bytes(own["cache_bytes"]) if own else DASH])
+    headings = ["context", "attention", *stages, "prefill tokens/s", "ms/token"]
+    return Table(title, [*headings, "cache"], rows)
+
+
+def beside(value: float | None, ratios: list[float]) -> str:
+    """
+    >>> beside(22.05, [1.2, 1.1]), beside(300.0, []), beside(None, [])
+    ('22.05 (1.20 × / 1.10 ×)', '300', '–')
+    """
+    if value is None:
+        return DASH
+    return number(value) + (f" ({' / '.join(map(times, ratios))})" if ratios else "")
 
 
 if __name__ == "__main__":
-    run_recipe(EvaluateOptions, evaluate, __doc__)
+    run_recipe(EvaluateOptions, "bench lm", evaluate, __doc__)

@@ -8,26 +8,27 @@ import training.messages  # noqa: F401  # isort: skip
 from dataclasses import dataclass
 from typing import Literal
 
-from training.classification import ClassificationTask, TextTask
-from training.options import RunOptions, described
+from training.classification import CORRELATIONS, ClassificationOptions, ClassificationTask, TextTask
+from training.options import described
 from training.run import main
 
 MATCHED = ("validation_matched", "validation_mismatched")
+PAIR, F1 = ("sentence1", "sentence2"), ("accuracy", "f1")
 TASKS = {
-    "cola": TextTask(("sentence",), ("unacceptable", "acceptable")),
+    "cola": TextTask(("sentence",), ("unacceptable", "acceptable"), ("matthews_correlation",)),
     "sst2": TextTask(("sentence",), ("negative", "positive")),
-    "mrpc": TextTask(("sentence1", "sentence2"), ("not_equivalent", "equivalent")),
-    "stsb": TextTask(("sentence1", "sentence2")),
-    "qqp": TextTask(("question1", "question2"), ("not_duplicate", "duplicate")),
+    "mrpc": TextTask(PAIR, ("not_equivalent", "equivalent"), F1),
+    "stsb": TextTask(PAIR, (), CORRELATIONS),
+    "qqp": TextTask(("question1", "question2"), ("not_duplicate", "duplicate"), F1),
     "mnli": TextTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), evaluation=MATCHED),
     "qnli": TextTask(("question", "sentence"), ("entailment", "not_entailment")),
-    "rte": TextTask(("sentence1", "sentence2"), ("entailment", "not_entailment")),
-    "wnli": TextTask(("sentence1", "sentence2"), ("not_entailment", "entailment")),
+    "rte": TextTask(PAIR, ("entailment", "not_entailment")),
+    "wnli": TextTask(PAIR, ("not_entailment", "entailment")),
 }
 
 
 @dataclass(kw_only=True)
-class GlueOptions(RunOptions):
+class GlueOptions(ClassificationOptions):
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = described(
         "Which of the nine tasks.", "sst2"
     )

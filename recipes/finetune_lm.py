@@ -18,21 +18,14 @@ from training.data import find_source
 from training.language import (
     config_from_scratch,
     load_text,
+    perplexity,
     split_blocks,
     split_windows,
     tokens_of,
     train_tokenizer,
     window_losses,
 )
-from training.metrics import perplexity
-from training.models import (
-    Collator,
-    choose_length,
-    load_model,
-    load_tokenizer,
-    ready_to_train,
-    with_padding,
-)
+from training.models import Collator, choose_length, load_model, load_tokenizer, with_padding
 from training.options import RunOptions, described
 from training.run import main
 from training.session import TOKENIZER
@@ -54,8 +47,8 @@ class LanguageOptions(RunOptions):
         "Of the tokenizer that is trained on the text, if none is given to --from-scratch.", 8192
     )
     data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
-    eval_stride: int | None = described(
-        "How far evaluation windows move on; what they share is context. Default: by all but one token, the fastest."
+    eval_batch_size: int = described(
+        "Windows a process evaluates at once; logits of a large vocabulary fill memory.", 8
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +61,7 @@ class LanguageOptions(RunOptions):
             self.model_name = f"{Path(self.from_scratch).stem} from scratch"
 
 
-class LanguageTask(Task[LanguageOptions]):
+class LanguageTask(Task):
     name = "wikitext"
     task_type = "text-generation"
     main_metric = "perplexity"
@@ -79,7 +72,7 @@ class LanguageTask(Task[LanguageOptions]):
 
     def prepare(self) -> Prepared:
         options = self.options
-        source = find_source(options.data, "Salesforce/wikitext", options.data_config, self.name, options.data_name)
+        source = find_source(options.data, "Salesforce/wikitext", options.data_config, options.data_name)
         split = options.eval_split or "validation"
         examples = {
             "train": load_text(source, "train", options.max_train_samples),
@@ -87,25 +80,15 @@ class LanguageTask(Task[LanguageOptions]):
         }
         tokenizer = self._tokenizer(examples["train"])
         if options.from_scratch:
-            config = config_from_scratch(options.from_scratch, tokenizer)
-            model = ready_to_train(AutoModelForCausalLM.from_config(config), tokenizer)
+            model = AutoModelForCausalLM.from_config(config_from_scratch(options.from_scratch, tokenizer))
         else:
             model = load_model(AutoModelForCausalLM, options, tokenizer)
         length = choose_length(model, options, USUAL_LENGTH, tokenizer)
-        stride = options.eval_stride or length - 1
-        if not 1 <= stride < length:
-            raise ValueError(f"--eval-stride {stride} must be below the length of a window, {length}.")
         self.num_bytes = {split: sum(len(text.encode()) for text in examples[split]["text"][:])}
-        return Prepared(
-            model=model,
-            tokenizer=tokenizer,
-            source=source,
-            examples=examples,
-            train=split_blocks(tokens_of(examples["train"], tokenizer), length),
-            evaluation={split: split_windows(tokens_of(examples[split], tokenizer), length, stride)},
-            collate=Collator(tokenizer, {"labels": -100}),
-            max_length=length,
-        )
+        train = split_blocks(tokens_of(examples["train"], tokenizer), length)
+        evaluation = {split: split_windows(tokens_of(examples[split], tokenizer), length)}
+        collate = Collator(tokenizer, {"labels": -100})
+        return Prepared(model, tokenizer, source, examples, train, evaluation, collate, length)
 
     def _tokenizer(self, text: Dataset) -> PreTrainedTokenizerBase:
         """The model's, or one of the user's, or one that the main process trains and leaves for the others."""
@@ -121,9 +104,7 @@ class LanguageTask(Task[LanguageOptions]):
         return window_losses(outputs.logits, batch["labels"])
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        losses, tokens = predictions["losses"].tolist(), predictions["tokens"].tolist()
-        values = perplexity(losses, tokens, self.num_bytes[split])
-        return {name: Metric(value, sum(tokens), lower_is_better=True) for name, value in values.items()}
+        return perplexity(predictions["losses"].tolist(), predictions["tokens"].tolist(), self.num_bytes[split])
 
 
 if __name__ == "__main__":

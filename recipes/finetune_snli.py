@@ -5,8 +5,7 @@ python recipes/finetune_snli.py --model google-bert/bert-base-uncased --attentio
 
 import training.messages  # noqa: F401  # isort: skip
 
-from training.classification import ClassificationTask, TextTask
-from training.options import RunOptions
+from training.classification import ClassificationOptions, ClassificationTask, TextTask
 from training.run import main
 
 
@@ -18,4 +17,4 @@ class SnliTask(ClassificationTask):
 
 
 if __name__ == "__main__":
-    main(SnliTask, RunOptions, __doc__)
+    main(SnliTask, ClassificationOptions, __doc__)

@@ -6,67 +6,62 @@ accelerate launch recipes/finetune_squad.py --version 2 --model google-bert/bert
 
 import training.messages  # noqa: F401  # isort: skip
 
-from collections.abc import Mapping
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
-from training.answers import encode_windows, find_answer
-from training.data import Source, check_texts, find_source, load_split, take
-from training.metrics import squad, squad_v2
+from training.data import check_texts, find_source, take
 from training.models import Collator, choose_length, load_model, load_tokenizer
 from training.options import RunOptions, described
 from training.run import main
 from training.task import Prepared, Task
-from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerBase
 
 from hf_rfattn.results import Metric
 
 USUAL_LENGTH = 384
+LONGEST_ANSWER = 30  # tokens
 COLUMNS = ["id", "context", "question", "answers"]
 INPUTS = ["input_ids", "attention_mask", "token_type_ids", "start_positions", "end_positions", "length"]
+PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(kw_only=True)
 class SquadOptions(RunOptions):
     version: Literal["1.1", "2"] = described("Of SQuAD; in version 2 some questions have no answer.", "1.1")
     stride: int = described("Tokens that neighbouring windows of a long context share.", 128)
-    n_best: int = described("How many first and last tokens of an answer are tried.", 20)
-    max_answer_length: int = described("Longest answer in tokens.", 30)
-    null_threshold: float = described(
-        "Version 2: no answer is given if its score exceeds that of the best answer by more than this.", 0.0
-    )
 
 
-class SquadTask(Task[SquadOptions]):
+class SquadTask(Task):
     task_type = "question-answering"
     main_metric = "f1"
 
     def __init__(self, options: SquadOptions):
         super().__init__(options)
-        self.second = options.version == "2"
-        self.name = "squad_v2" if self.second else "squad"
+        self.name = "squad_v2" if options.version == "2" else "squad"
         self.windows: dict[str, Dataset] = {}  # of each evaluation split, with the places of their tokens
         self.examples: dict[str, Dataset] = {}
 
     def prepare(self) -> Prepared:
         options = self.options
-        source = find_source(options.data, f"rajpurkar/{self.name}", None, self.name, options.data_name)
+        source = find_source(options.data, f"rajpurkar/{self.name}", None, options.data_name)
         split = options.eval_split or "validation"
-        self.examples = {
-            "train": self._load(source, "train", options.max_train_samples),
-            split: self._load(source, split, options.max_eval_samples),
-        }
+        for name, most in (("train", options.max_train_samples), (split, options.max_eval_samples)):
+            self.examples[name] = take(source.load(name, COLUMNS), most)
+            check_texts(self.examples[name], ["question", "context"])
         tokenizer = load_tokenizer(options)
         model = load_model(AutoModelForQuestionAnswering, options, tokenizer)
-        length = choose_length(model, options, USUAL_LENGTH, tokenizer)
-        if options.stride >= length // 2 - 4:
-            raise ValueError(f"--stride {options.stride} leaves windows of {length} tokens no room to move on.")
-        self.length = length
-        encode = partial(encode_windows, tokenizer=tokenizer, max_length=length, stride=options.stride)
+        self.length = choose_length(model, options, USUAL_LENGTH, tokenizer)
+        encode = partial(encode_windows, tokenizer=tokenizer, max_length=self.length, stride=options.stride)
         rows = {
             name: part.map(
                 encode, batched=True, with_indices=True, remove_columns=part.column_names, desc=f"windows of {name}"
@@ -76,27 +71,15 @@ class SquadTask(Task[SquadOptions]):
         inputs = [name for name in INPUTS if name in rows["train"].column_names]
         self.windows = {split: rows[split].select_columns(["starts", "ends", "null_position", "example"])}
         return Prepared(
-            model=model,
-            tokenizer=tokenizer,
-            source=source,
-            examples=self.examples,
-            train=rows["train"].select_columns(inputs),
-            evaluation={split: rows[split].select_columns(inputs)},
-            collate=Collator(tokenizer),
-            max_length=length,
+            model,
+            tokenizer,
+            source,
+            self.examples,
+            rows["train"].select_columns(inputs),
+            {split: rows[split].select_columns(inputs)},
+            Collator(tokenizer),
+            self.length,
         )
-
-    def _load(self, source: Source, split: str, most: int | None) -> Dataset:
-        examples = take(load_split(source, split, COLUMNS), most)
-        check_texts(examples, ["question", "context"], f"{source.name}, split {split!r}")
-        for row in examples.select_columns(["id", "context", "answers"]):
-            where = f"{source.name}, split {split!r}, question {row['id']!r}"
-            if not self.second and not row["answers"]["text"]:
-                raise ValueError(f"{where} has no answer; --version 2 allows that.")
-            for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True):
-                if start < 0 or row["context"][start : start + len(text)] != text:
-                    raise ValueError(f"{where}: the answer {text!r} is not at character {start} of its context.")
-        return examples
 
     def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Scores of all tokens, in rows of one length."""
@@ -104,27 +87,114 @@ class SquadTask(Task[SquadOptions]):
         return {"logits": torch.nn.functional.pad(logits, (0, self.length - logits.shape[-1]), value=-torch.inf)}
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        options, examples = self.options, self.examples[split]
         of_example: dict[int, list[dict[str, Any]]] = {}
         for window, (start, end) in zip(self.windows[split], predictions["logits"].numpy(), strict=True):
             of_example.setdefault(window["example"], []).append({**window, "start": start, "end": end})
-        answers, doubts = {}, {}
-        for i, row in enumerate(examples):
-            best, null = find_answer(row["context"], of_example[i], options.n_best, options.max_answer_length)
-            answers[row["id"]] = best[0]["text"] if best else ""
-            doubts[row["id"]] = null - best[0]["score"] if best else float("inf")
-        truths = {row["id"]: row["answers"]["text"] for row in examples}
-        if self.second:
-            values = squad_v2(answers, truths, doubts, options.null_threshold)
-        else:
-            values = squad(answers, truths)
-        empty = sum(not texts for texts in truths.values())
-        counts = {"HasAns": len(truths) - empty, "NoAns": empty}
-        chance = dict.fromkeys(("exact_match", "f1"), 100 * empty / len(truths))  # no answer at all
-        return {
-            name: Metric(value, counts.get(name.partition("_")[0], len(truths)), 100, chance=chance.get(name))
-            for name, value in values.items()
-        }
+        answers, truths = [], []
+        for i, row in enumerate(self.examples[split]):
+            text, score, null = find_answer(row["context"], of_example[i])
+            answers.append("" if self.options.version == "2" and null > score else text)
+            truths.append(row["answers"]["text"])
+        chance = 100 * sum(not texts for texts in truths) / len(truths)  # of no answer to any question
+        return {name: Metric(value, len(truths), 100, chance=chance) for name, value in squad(answers, truths).items()}
+
+
+def encode_windows(
+    batch: Mapping[str, list[Any]],
+    indices: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    stride: int,
+) -> dict[str, list[Any]]:
+    """Each example becomes one or more windows: the question, and as much of the context as fits; neighbours share
+    `stride` tokens.
+
+    Columns: the tokens; `starts` and `ends`, the characters of the context that each token covers (-1: it is not of the
+    context); `null_position`, the token that stands for "no answer here" ([CLS], or in a decoder the last token, the
+    only one that has seen all); `start_positions` and `end_positions`, the answer as tokens, or the null token twice;
+    `example`, whose window it is.
+    """
+    questions = [question.strip() for question in batch["question"]]
+    if tokenizer.sep_token is None:  # GPT-2 joins the two without a seam
+        questions = [f"{question}\n" for question in questions]
+    encoded = tokenizer(
+        questions, batch["context"], truncation="only_second", max_length=max_length, stride=stride,
+        return_overflowing_tokens=True, return_offsets_mapping=True,
+    )  # fmt: skip
+    rows, offsets = encoded.pop("overflow_to_sample_mapping"), encoded.pop("offset_mapping")
+    places: list[dict[str, Any]] = []
+    for window, (row, spans, ids) in enumerate(zip(rows, offsets, encoded["input_ids"], strict=True)):
+        inside = [part == 1 for part in encoded.sequence_ids(window)]
+        null = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else len(ids) - 1
+        first = last = None
+        if batch["answers"][row]["text"]:
+            begin, text = batch["answers"][row]["answer_start"][0], batch["answers"][row]["text"][0].rstrip()
+            first, last = (encoded.char_to_token(window, i, 1) for i in (begin, begin + len(text) - 1))
+        found = first is not None and last is not None
+        places.append({
+            "starts": [span[0] if own else -1 for span, own in zip(spans, inside, strict=True)],
+            "ends": [span[1] if own else -1 for span, own in zip(spans, inside, strict=True)],
+            "null_position": null,
+            "start_positions": first if found else null,
+            "end_positions": last if found else null,
+            "example": indices[row],
+            "length": len(ids),
+        })  # fmt: skip
+    return {**encoded, **{name: [place[name] for place in places] for name in places[0]}}
+
+
+def find_answer(context: str, windows: Sequence[Mapping[str, Any]]) -> tuple[str, float, float]:
+    """The best answer of an example from all its windows, its score, and that of "no answer".
+
+    A window holds `start` and `end` (scores by token), `starts`, `ends` and `null_position`. The score of an answer is
+    the sum of those of its first and last token; that of "no answer" the smallest of all windows.
+    """
+    answer, best, null = "", -np.inf, np.inf
+    for window in windows:
+        size = len(window["starts"])
+        start, end = (np.asarray(window[name][:size], dtype=np.float64) for name in ("start", "end"))
+        null = min(null, float(start[window["null_position"]] + end[window["null_position"]]))
+        inside = np.asarray(window["starts"]) != -1
+        possible = np.triu(np.tri(size, k=LONGEST_ANSWER - 1, dtype=bool)) & inside[:, None] & inside
+        scores = np.where(possible, start[:, None] + end, -np.inf)
+        first, last = np.unravel_index(scores.argmax(), scores.shape)
+        if scores[first, last] > best:
+            answer, best = context[window["starts"][first] : window["ends"][last]], float(scores[first, last])
+    return answer, best, null
+
+
+def normal_words(text: str) -> list[str]:
+    """Words that count, as in SQuAD's official script: in lower case, without punctuation and articles.
+
+    >>> normal_words("The  Eiffel-Tower, a tower.")
+    ['eiffeltower', 'tower']
+    """
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split()
+
+
+def exact_match(prediction: str, truth: str) -> float:
+    return float(normal_words(prediction) == normal_words(truth))
+
+
+def word_f1(prediction: str, truth: str) -> float:
+    """Overlap of words; an empty answer matches an empty one alone.
+
+    >>> word_f1("the red car", "red bus"), word_f1("", "")
+    (0.5, 1.0)
+    """
+    found, wanted = normal_words(prediction), normal_words(truth)
+    if not found or not wanted:
+        return float(found == wanted)
+    return 2 * sum((Counter(found) & Counter(wanted)).values()) / (len(found) + len(wanted))
+
+
+def squad(answers: Sequence[str], truths: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Exact match and F1 out of 100, against the truth that fits best; where there is none, "" is right."""
+    pairs = list(zip(answers, truths, strict=True))
+    return {
+        name: 100 * fmean(max(measure(answer, truth) for truth in texts or [""]) for answer, texts in pairs)
+        for name, measure in (("exact_match", exact_match), ("f1", word_f1))
+    }
 
 
 if __name__ == "__main__":

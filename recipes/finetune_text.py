@@ -6,19 +6,17 @@ python recipes/finetune_text.py --model BAAI/bge-small-en-v1.5 --data stanfordnl
 
 import training.messages  # noqa: F401  # isort: skip
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from datasets import ClassLabel, Dataset, Value
 from torch import Tensor
-from training.classification import ClassificationTask, TextTask
-from training.data import SUBSET_SEED, Source, check_cells, check_labels, check_texts, load_split
-from training.metrics import CLASSES, REGRESSION
-from training.options import RunOptions, described
+from training.classification import CORRELATIONS, ClassificationOptions, ClassificationTask, TextTask
+from training.data import SUBSET_SEED, Source, check_cells
+from training.options import described
 from training.run import main
 
 from hf_rfattn.results import Metric
@@ -27,7 +25,7 @@ HELD_OUT = 0.1  # of a single file
 
 
 @dataclass(kw_only=True)
-class TextOptions(RunOptions):
+class TextOptions(ClassificationOptions):
     data_config: str | None = described("Which of several sets of that name on the Hub.")
     text_column: str = described("Column of the text.", "text")
     text_pair_column: str | None = described("Column of a second text, if examples are pairs.")
@@ -53,7 +51,6 @@ class TextOptions(RunOptions):
 
 
 class OwnTextTask(ClassificationTask):
-    options: TextOptions
     name = "text"
     hub_name = "stanfordnlp/imdb"
     usual_length = 512
@@ -62,36 +59,28 @@ class OwnTextTask(ClassificationTask):
         super().__init__(options)
         self.hub_config = options.data_config
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return CLASSES if self.text_task.labels else REGRESSION
-
     def load(self, source: Source) -> dict[str, Dataset]:
         options = self.options
         self.name = source.name.rpartition("/")[2]
         texts = tuple(filter(None, (options.text_column, options.text_pair_column)))
-        if options.label_column in texts or len(set(texts)) < len(texts):
-            given = ", ".join([*texts, options.label_column])
-            raise ValueError(f"Texts and label must be different columns, not {given}.")
         split = options.eval_split or "validation"
-        parts = {"train": self._read(source, "train", texts)}
-        if options.eval_share is None:
-            parts[split] = self._read(source, split, texts)
-        names = label_names(parts["train"], options, f"{source.name}, split 'train'")
-        self.text_task = TextTask(texts, names, (split,))
-        parts = {part: with_numbers(rows, names, f"{source.name}, split {part!r}") for part, rows in parts.items()}
+        parts = {}
+        for name in ("train",) if options.eval_share is not None else ("train", split):
+            rows = source.load(name, [*texts, options.label_column])
+            for column in (*texts, options.label_column):  # an empty cell of a CSV file holds None
+                check_cells(rows, column, lambda cell: cell is not None and str(cell).strip() != "", "filled in")
+            parts[name] = rows.rename_columns({options.label_column: "label"})
+        kind = label_type(parts["train"], options)
+        labels = tuple(kind.names) if isinstance(kind, ClassLabel) else ()
+        self.text_task = TextTask(texts, labels, ("f1_macro", "accuracy") if labels else CORRELATIONS, (split,))
+        for name, rows in parts.items():
+            if labels and rows.features["label"] != kind:
+                rows = rows.cast_column("label", Value("string"))
+            parts[name] = rows.cast_column("label", kind)
         if options.eval_share is not None:
             halves = parts["train"].train_test_split(test_size=options.eval_share, seed=SUBSET_SEED)
             parts = {"train": halves["train"].flatten_indices(), split: halves["test"].flatten_indices()}
         return parts
-
-    def _read(self, source: Source, split: str, texts: tuple[str, ...]) -> Dataset:
-        """One split; its labels as they are, in the column "label"."""
-        column, where = self.options.label_column, f"{source.name}, split {split!r}"
-        rows = load_split(source, split, [*texts, column])
-        check_texts(rows, texts, where, blank=False)
-        check_cells(rows, column, lambda label: label is not None and str(label).strip() != "", where, "a label")
-        return rows if column == "label" else rows.rename_column(column, "label")
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
         found = super().score(split, predictions)
@@ -103,40 +92,20 @@ class OwnTextTask(ClassificationTask):
         return found
 
 
-def label_names(train: Dataset, options: TextOptions, where: str) -> tuple[str, ...]:
-    """The classes in the order of their numbers; none for regression."""
+def label_type(train: Dataset, options: TextOptions) -> ClassLabel | Value:
+    """Classes in the order of their numbers, or scores for regression."""
     kind, labels = train.features["label"], train["label"][:]
-    if isinstance(kind, ClassLabel) and options.problem != "regression":
-        check_labels(train, len(kind.names), where)
-        return tuple(kind.names)
     if options.problem == "regression" or (options.problem is None and isinstance(labels[0], float)):
-        return ()
-    names = tuple(map(str, sorted(set(labels))))
+        return Value("float64")
+    if isinstance(kind, ClassLabel):
+        return kind
+    names = list(map(str, sorted(set(labels))))
     if len(names) < 2 or len(names) == len(labels) > 2:
         raise ValueError(
-            f"{where}: {len(labels)} examples have {len(names)} different labels. Is {options.label_column!r} the "
-            "column of the labels? For scores, give --problem regression."
+            f"{len(labels)} examples have {len(names)} different labels. Is {options.label_column!r} the column of the "
+            "labels? For scores, give --problem regression."
         )
-    return names
-
-
-def with_numbers(rows: Dataset, names: tuple[str, ...], where: str) -> Dataset:
-    """Labels as the numbers of their classes, or as scores."""
-    kind, labels = rows.features["label"], rows["label"][:]
-    if not names:
-        check_cells(
-            rows, "label", lambda label: isinstance(label, (int, float)) and math.isfinite(label), where, "a number"
-        )
-        return rows.cast_column("label", Value("float64"))
-    if isinstance(kind, ClassLabel):
-        labels = [kind.int2str(label) for label in labels]
-    numbers = {name: number for number, name in enumerate(names)}
-    for i, label in enumerate(labels):
-        if str(label) not in numbers:
-            known = ", ".join(map(repr, names[:10]))
-            raise ValueError(f"{where}: example {i} has the label {label!r}, which no training example has ({known}).")
-    column: list[Any] = [numbers[str(label)] for label in labels]
-    return rows.remove_columns("label").add_column("label", column)
+    return ClassLabel(names=names)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import PIL.Image
 import typer
 from comparison.report import overview_table, percent, rate, report
 from comparison.summary import KIND, over_seeds, summarise
-from evaluate_lm import REPETITIONS
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
@@ -47,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
 COMPARED = ("transfer", "stories")  # comparisons that the README shows
+WITH_SPEED = ("long_reviews",)  # comparisons whose models `bench model` has timed: shown with the evaluations
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer: speed over softmax", ops),
@@ -74,8 +74,9 @@ def summaries(documents: Documents) -> dict[str, dict[str, Any]]:
     """The comparison in each folder that holds one."""
     folders: dict[str, list[TaskResult]] = {}
     for name, document in documents.items():
-        if KIND in document:
-            folders.setdefault(name.rpartition("/")[0], []).append(parse_result(document, name))
+        folder = name.rpartition("/")[0]
+        if KIND in document and folder not in WITH_SPEED:
+            folders.setdefault(folder, []).append(parse_result(document, name))
     return {folder: summarise(results) for folder, results in folders.items()}
 
 
@@ -108,7 +109,7 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
-    """Models that were evaluated without a comparison: a table for each model, task and budget.
+    """Models that were evaluated without a comparison, or timed by themselves: a table for each model, task and budget.
 
     Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
     all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
@@ -117,14 +118,14 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     groups: dict[str, list[TaskResult]] = {}
     benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
     for name, document in documents.items():
-        if document["kind"] == "task" and KIND not in document:
+        if document["kind"] == "task" and (KIND not in document or name.rpartition("/")[0] in WITH_SPEED):
             result = parse_result(document, name)
             groups.setdefault(result.measured_on, []).append(result)
         elif document["kind"] == "bench model":
-            labels = {name: attention_label(config) for name, config in document["attention"].items()}
+            labels = {name: attention_label(_of_all_layers(config)) for name, config in document["attention"].items()}
             for cell in document["cells"]:
                 key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
-                benched.setdefault(key, {})[cell["training"]] = cell
+                benched.setdefault(key, {}).setdefault(cell["training"], cell)
     for group in groups.values():
         first, rows = group[0], []
         length, trained = first.budget.get("max_length"), "steps" in first.budget
@@ -132,6 +133,8 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
         for label, own in _rows(group).items():
             score, base = (over_seeds(r.metrics[r.main_metric].value for r in rs) for rs in (own, softmax))
             row = [label, rate(score, 4), percent(score["mean"] / base["mean"] if softmax else None)]
+            if trained:
+                row.insert(2, number(own[0].metrics[own[0].main_metric].standard_error, 2))
             passes = benched.get((first.model, length, attention_label(own[0].attention)))
             if passes and False in passes:
                 cells = [passes[False], *([passes[True]] if trained and True in passes else [])]
@@ -150,8 +153,15 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
         budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
         yield Paragraph(f"**{first.model}, {first.task}** ({budget}), on {measured_on(dict(first.document))}:")
         over = ["inference over softmax", "training over softmax"] if trained else ["over softmax"]
-        headings = ["attention", first.main_metric.replace("_", " "), "of softmax", "samples/s", *over, "memory"]
+        scored = [first.main_metric.replace("_", " "), *(["standard error"] if trained else [])]
+        headings = ["attention", *scored, "of softmax", "samples/s", *over, "memory"]
         yield Table("", headings, rows)
+
+
+def _of_all_layers(attention: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model that was saved with the same mechanism in all layers."""
+    layers = attention.get("layers", {})
+    return next(iter(layers.values())) if len(layers) == 1 else attention
 
 
 def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
@@ -171,32 +181,45 @@ def retrieval(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
-    """Decoders by context length, a table for each model, data set and number of tokens.
+    """Decoders by context length, a table for each model, data set, dtype and number of tokens.
 
-    A model that was trained is named after its base, a comma, and how it was trained. Of several measurements of one
-    row, that of the most repetitions counts; speed is left out if there were fewer than the recipe makes.
+    A model that was trained is named after its base, a comma, and how it was trained. All speeds at a length are those
+    of one run, the one of most repetitions with softmax in it.
     """
-    tables: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    tables: dict[tuple[str, str, str], Documents] = {}
     for name, document in documents.items():
         if document["kind"] == "bench lm":
-            key = document["model"].partition(", ")[0], document["dataset"]["name"], document["tokens"]
+            key = document["model"].partition(", ")[0], document["dataset"]["name"], document.get("dtype", "float32")
             tables.setdefault(key, {})[name] = document
-    for (base, data, tokens), found in tables.items():
-        cells: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for (base, data, dtype), found in tables.items():
+        speeds: dict[int, dict[str, dict[str, Any]]] = {}
         for document in sorted(found.values(), key=lambda each: each["repetitions"]):
-            trained = document["model"].removeprefix(base)
-            for cell in document["cells"]:
-                label = attention_label(document["attention"][cell["attention"]]) + trained
-                own = {"attention": label, "measured": document["repetitions"] >= REPETITIONS}
-                cells[label, cell["stage"], cell["length"]] = cell | own
-        rows = sorted(cells.values(), key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
-        table = context_table(rows, "")
-        for row, cell in zip(table.rows, rows, strict=True):
-            if not cell["measured"]:
-                row[4:6] = ["–", "–"]
-        yield Paragraph(f"**{base}** on {tokens:,} tokens of {data}, {measured_on(next(iter(found.values())))}:")
-        yield table
+            timed = [(labels(document)[cell["attention"]], cell) for cell in document["cells"] if "cache_bytes" in cell]
+            for length in {cell["length"] for label, cell in timed if label == SOFTMAX}:
+                speeds[length] = {label: cell for label, cell in timed if cell["length"] == length}
+        for tokens in sorted({document["tokens"] for document in found.values()} - {0}):
+            cells = []
+            for document in found.values():
+                trained = document["model"].removeprefix(f"{base}, ") if document["model"] != base else None
+                for cell in document["cells"] if document["tokens"] == tokens else ():
+                    label, length = labels(document)[cell["attention"]], cell["length"]
+                    score = {"stage": trained or cell["stage"], "metrics": cell["metrics"]}
+                    cells.append(
+                        {**speeds.get(length, {}).get(label, {}), "attention": label, "length": length, **score}
+                    )
+            cells.sort(key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
+            about = measured_on(next(iter(found.values())))
+            yield Paragraph(
+                f"**{base}** in {dtype}, {about}: perplexity on {tokens:,} tokens of {data} by stage, speed and cache. "
+                "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
+            )
+            yield context_table(cells, "")
         yield Paragraph(f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}.")
+
+
+def labels(document: dict[str, Any]) -> dict[str, str]:
+    """The kinds of attention of a run as tables name them."""
+    return {name: attention_label(kind) for name, kind in document["attention"].items()}
 
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:

@@ -13,13 +13,20 @@ import torch
 import yaml
 from compare import main as compare
 from comparison import launch, plan
+from support import sample
 from support.documents import make_checkpoint, task
 from support.recipes import make_gpt2, run_apart
 from training.retrieval import read_beir
 
 from hf_rfattn.results import checkpoint_fingerprint
 
-QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 16, "batch_size": 8, "max_steps": 2}
+QUICK = {
+    "data": sample.folder("sst2"),
+    "max_train_samples": 64,
+    "max_eval_samples": 16,
+    "batch_size": 8,
+    "max_steps": 2,
+}
 SMALL = {
     "title": "Small",
     "variables": {"model": None},
@@ -371,3 +378,17 @@ def test_the_files_that_come_with_it(name, variables, tmp_path, bert):
     rows = [{run.place["row"] for run in judged if run.place["part"] == part.place["part"]} for part in judged]
     assert all(found >= least for found in rows)
     assert name == "stories" or any(found >= least | {"rff", "linear"} for found in rows)
+
+
+@pytest.mark.parametrize(("name", "models"), [("embeddings", ("minilm", "bge")), ("long_reviews", ("model",))])
+def test_the_files_about_long_inputs(name, models, tmp_path, bert):
+    for folder in ("squad", "glue_stsb"):
+        (tmp_path / folder).mkdir()
+    given = {"data": str(tmp_path), **dict.fromkeys(models, bert)}
+    made = plan.read_plan(demo.FOLDER / "compare" / f"{name}.yaml", tmp_path / "out", given)
+    parts = {(run.place["part"], run.options.max_length): set() for run in made.runs if run.place}
+    for run in made.runs:
+        if run.place:
+            parts[run.place["part"], run.options.max_length].add(run.place["row"])
+    assert len(parts) == {"embeddings": 6, "long_reviews": 3}[name]
+    assert all(rows >= {"softmax", "multipole", "fmm", "band", "average"} for rows in parts.values())

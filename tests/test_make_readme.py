@@ -102,22 +102,28 @@ def test_evaluations_take_their_speed_from_the_benchmark_of_the_model():
 
 
 def test_decoders_by_context_length():
-    """The measurement of the most repetitions counts, speed only from three on; trained models beside their base."""
-    speed = {"prefill_tokens_per_second": 100.0, "ms_per_token": 50.0, "cache_bytes": 2**20}
+    """Speeds are those of one run, the one of most repetitions; trained models have a column beside their base."""
+    fmm = {"mechanism": "fmm"}
 
-    def document(model, attention, value, tokens, repetitions, **changes):
-        name = "softmax" if attention == "softmax" else "own"
-        cell = {"attention": name, "stage": "before training", "length": 64, **speed, **changes}
-        cell["metrics"] = {"perplexity": {"value": value}}
-        about = {"model": model, "attention": {name: attention}, "tokens": tokens, "repetitions": repetitions}
-        return {**shared("bench lm"), **about, "dataset": {"name": "text"}, "cells": [cell]}
+    def document(model, values, tokens, repetitions, speed):
+        cells = []
+        for name, value in values.items():
+            measured = {"prefill_tokens_per_second": 100 * speed, "ms_per_token": 50.0, "cache_bytes": 2**20}
+            measured["ms_per_token"] /= 2 if name == "own" else 1
+            metrics = {"perplexity": {"value": value}} if tokens else {}
+            cell = {"attention": name, "stage": "before training", "length": 64, "metrics": metrics}
+            cells.append({**cell, **(measured if repetitions else {})})
+        about = {"model": model, "tokens": tokens, "repetitions": repetitions, "dtype": "bfloat16"}
+        kinds = {name: "softmax" if name == "softmax" else fmm for name in values}
+        return {**shared("bench lm"), **about, "attention": kinds, "dataset": {"name": "text"}, "cells": cells}
 
     found = {
-        "a.json": document("me/base", "softmax", 20.0, 512, 1),
-        "b.json": document("me/base", "softmax", 20.0, 512, 3, ms_per_token=7.0),
-        "c.json": document("me/base, LoRA", {"mechanism": "fmm"}, 22.0, 512, 1),
+        "a.json": document("me/base", {"softmax": 20.0, "own": 30.0}, 512, 1, 7),
+        "b.json": document("me/base", {"softmax": None, "own": None}, 0, 3, 1),
+        "c.json": document("me/base, LoRA", {"own": 22.0}, 512, 0, 0),
+        "d.json": document("me/base, LoRA", {"softmax": 16.0}, 512, 0, 0),
     }
     text = as_markdown(make_readme.contexts(found, ""))
-    assert "**me/base** on 512 tokens of text" in text
-    assert "| softmax | 64 | 20 | 1.000 | 100 | 7 | 1 MiB |" in text
-    assert "| fmm, LoRA | 64 | 22 | 1.100 | – | – | 1 MiB |" in text
+    assert "**me/base** in bfloat16" in text and "perplexity on 512 tokens of text" in text
+    assert "| 64 | softmax | 20 (1.00 ×) | 16 (0.80 × / 1.00 ×) | 100 (1.00 ×) | 50 (1.00 ×) | 1 MiB |" in text
+    assert "| 64 | fmm | 30 (1.50 ×) | 22 (1.10 × / 1.38 ×) | 100 (1.00 ×) | 25 (2.00 ×) | 1 MiB |" in text

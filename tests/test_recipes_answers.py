@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from finetune_squad import LONGEST_ANSWER, encode_windows, find_answer
 from support.recipes import sample_tokenizer
-from training.answers import OUTSIDE, encode_windows, find_answer
 
 CONTEXT = " ".join(["gold iron", "salt"] * 10 + ["bread water", "stone ;"] * 6)
 START = CONTEXT.index("bread water stone")
@@ -30,7 +30,7 @@ def test_windows(bert):
     for window in windows:
         ids = window["input_ids"]
         assert window["length"] == len(ids) <= 24
-        inside = [(a, b) for a, b in zip(window["starts"], window["ends"], strict=True) if a != OUTSIDE]
+        inside = [(a, b) for a, b in zip(window["starts"], window["ends"], strict=True) if a != -1]
         covered |= set(inside)
         null = window["null_position"]
         assert null == (0 if bert else len(ids) - 1)
@@ -41,16 +41,13 @@ def test_windows(bert):
             assert tokenizer.decode(ids[first : last + 1]) == "water stone"
     assert with_answer >= 1
     assert len(covered) == len(CONTEXT.split())  # no word fell between two windows
-    neighbours = [set(zip(w["starts"], w["ends"], strict=True)) - {(OUTSIDE, OUTSIDE)} for w in windows]
+    neighbours = [set(zip(w["starts"], w["ends"], strict=True)) - {(-1, -1)} for w in windows]
     assert all(len(a & b) >= 6 for a, b in itertools.pairwise(neighbours))
 
 
-def test_no_answer_and_long_questions():
-    tokenizer = sample_tokenizer()
-    nothing = encode(tokenizer, answers=[{"text": [], "answer_start": []}])
+def test_no_answer():
+    nothing = encode(sample_tokenizer(), answers=[{"text": [], "answer_start": []}])
     assert all((w["start_positions"], w["end_positions"]) == (0, 0) for w in nothing)
-    long = encode(tokenizer, question=["second " * 100])
-    assert all(w["length"] <= 24 for w in long) and any(w["start_positions"] for w in long)
 
 
 def test_answers_from_perfect_scores():
@@ -59,25 +56,22 @@ def test_answers_from_perfect_scores():
         for name, position in (("start", "start_positions"), ("end", "end_positions")):
             window[name] = np.full(24, -5.0)  # longer than the window: rows are padded to one length
             window[name][window[position]] = 5.0
-    best, null = find_answer(CONTEXT, windows, n_best=5, max_answer_length=10)
-    assert best[0] == {"text": "water stone", "score": 10.0} and null == -10.0
+    assert find_answer(CONTEXT, windows) == ("water stone", 10.0, -10.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_answers_against_all_spans(seed):
-    """With enough tries the best answer is the best of all spans."""
+def test_answers_against_all_spans(seed, monkeypatch):
+    monkeypatch.setattr("finetune_squad.LONGEST_ANSWER", 4)
     rng = np.random.default_rng(seed)
     windows = encode(sample_tokenizer())
     spans = []
     for window in windows:
         window["start"], window["end"] = rng.normal(size=(2, 24))
-        inside = [i for i, place in enumerate(window["starts"]) if place != OUTSIDE]
+        inside = [i for i, place in enumerate(window["starts"]) if place != -1]
         for i, j in itertools.product(inside, inside):
             if i <= j < i + 4:
                 text = CONTEXT[window["starts"][i] : window["ends"][j]]
                 spans.append((window["start"][i] + window["end"][j], text))
-    spans.sort(reverse=True)
-    best, null = find_answer(CONTEXT, windows, n_best=24, max_answer_length=4)
-    assert [a["text"] for a in best] == [text for _, text in spans[:24]]
-    assert [a["score"] for a in best] == pytest.approx([score for score, _ in spans[:24]])
+    text, score, null = find_answer(CONTEXT, windows)
+    assert (score, text) == max(spans) and LONGEST_ANSWER == 30
     assert null == pytest.approx(min(w["start"][0] + w["end"][0] for w in windows))

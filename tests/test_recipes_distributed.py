@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
+from support import sample
 from support.recipes import ROOT, environment, make_bert, make_gpt2
 from support.zygote import free_port
 
@@ -17,9 +18,10 @@ LANGUAGE = ROOT / "recipes" / "finetune_lm.py"
 RANKS = ROOT / "tests" / "support" / "recipe_ranks.py"
 CONFIGS = ROOT / "recipes" / "accelerate"
 OPTIONS = [
-    "--data", "sample", "--max-train-samples", 100, "--max-eval-samples", 37, "--eval-batch-size", 8, "--max-steps", 8,
-    "--batch-size", 16, "--learning-rate", 1e-3, "--evaluate-every", 4, "--warmup", 0,
+    "--data", sample.folder("snli"), "--max-train-samples", 100, "--max-eval-samples", 37, "--eval-batch-size", 8,
+    "--max-steps", 8, "--batch-size", 16, "--learning-rate", 1e-3, "--evaluate-every", 4, "--warmup", 0,
 ]  # fmt: skip
+TEXT = ["--data", sample.folder("wikitext")]
 FAVOR = ["--attention", "favor+", "--redraw-every", 3]
 
 
@@ -117,7 +119,7 @@ def test_language_on_two_processes(zygote, tmp_path, sequence_parallel):
         output = tmp_path / str(processes)
         output.mkdir()
         parts = ["--sequence-parallel", min(processes, sequence_parallel)]
-        start(zygote, output, LANGUAGE, *scratch, *OPTIONS, *FAVOR, *parts, processes=processes).wait(check=True)
+        start(zygote, output, LANGUAGE, *scratch, *OPTIONS, *TEXT, *FAVOR, *parts, processes=processes).wait(check=True)
     close(weights(tmp_path / "2"), weights(tmp_path / "1"))
     one, two = (result(tmp_path / name)["metrics"]["perplexity"] for name in ("1", "2"))
     assert one["n"] == two["n"] and one["value"] == pytest.approx(two["value"], rel=1e-4)
@@ -149,8 +151,8 @@ def test_fsdp2(bert, single, tmp_path):
 def test_shards_resume(zygote, tmp_path, family):
     """A state of FSDP2 continues to the weights of one plain process. GPT-2 ties two of its weights."""
     model = {"bert": make_bert, "gpt2": make_gpt2}[family](tmp_path / "model")
-    line = [SNLI] if family == "bert" else [LANGUAGE, "--max-length", 32]
-    line += ["--model", model, *OPTIONS, *FAVOR]
+    line = [SNLI, *OPTIONS] if family == "bert" else [LANGUAGE, *OPTIONS, *TEXT, "--max-length", 32]
+    line += ["--model", model, *FAVOR]
     (tmp_path / "alone").mkdir()
     start(zygote, tmp_path / "alone", *line).wait(check=True)
     line += ["--save-every", 2]

@@ -7,8 +7,10 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from support import sample
 from support.recipes import forget_processes, make_gpt2
-from training import sample
+from training.messages import script
+from training.session import in_session
 
 import hf_rfattn
 
@@ -32,11 +34,9 @@ def measure(model, data, output, **fields):
     given = {"lengths": LENGTHS, "new_tokens": 3, **fields}
     forget_processes()
     try:
-        return json.loads(
-            evaluate_lm.evaluate(
-                evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
-            ).read_text()
-        )
+        options = evaluate_lm.EvaluateOptions(model=model, data=data, output=str(output), **given)
+        with script():
+            return json.loads(in_session(options, "bench lm", evaluate_lm.evaluate).read_text())
     finally:
         forget_processes()
 
@@ -61,13 +61,30 @@ def test_every_attention_at_every_length(gpt2, texts, tmp_path, capsys):
     assert result["kind"] == "bench lm" and result["attention"]["softmax"] == "softmax"
     said = capsys.readouterr()
     table = evaluate_lm.table(result["cells"], "a title")
-    assert [row[0] for row in table.rows[::2]] == ["softmax", "hedgehog", "hedgehog, after transfer", "linear"]
-    assert [row[3] for row in table.rows[:2]] == ["1.000", "1.000"]
-    assert "perplexity" in said.out
+    assert [row[1] for row in table.rows[::2]] == ["softmax", "hedgehog", "linear"]
+    assert all(row[2].endswith("(1.00 ×)") for row in table.rows[:2])
+    assert "Perplexity" in said.out
     for length in LENGTHS:  # keys and values of two layers of size 64 in float32
         assert cells["softmax", "before training", length]["cache_bytes"] == 2 * 2 * 64 * length * 4
     constant = {cells["linear", "before training", length]["cache_bytes"] for length in LENGTHS}
     assert len(constant) == 1
+
+
+def test_options_of_each_attention_and_either_measurement_alone(gpt2, texts, tmp_path):
+    kinds = "softmax,band bandwidth=4,band bandwidth=8"
+    speed = measure(gpt2, texts, tmp_path / "speed", attention=kinds, max_tokens=0, repetitions=1, dtype="bfloat16")
+    assert {name: each["bandwidth"] for name, each in speed["attention"].items() if name != "softmax"} == {
+        "band bandwidth=4": 4,
+        "band bandwidth=8": 8,
+    }
+    assert speed["tokens"] == 0 and all(cell["metrics"] == {} and cell["ms_per_token"] > 0 for cell in speed["cells"])
+    cells = by_place(speed)
+    for length in LENGTHS:  # bfloat16: half of what float32 takes
+        assert cells["softmax", "before training", length]["cache_bytes"] == 2 * 2 * 64 * length * 2
+    score = measure(gpt2, texts, tmp_path / "score", attention=kinds, repetitions=0)
+    assert all("ms_per_token" not in cell for cell in score["cells"])
+    near, wide = (by_place(score)[f"band bandwidth={w}", "before training", 32]["metrics"] for w in (4, 8))
+    assert near["perplexity"] != wide["perplexity"]
 
 
 def test_perplexity_is_that_of_the_model(gpt2, texts, tmp_path):
@@ -96,7 +113,7 @@ def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lengths": [60], "split": "train", "max_tokens": 60, "data": "sample", "model": "./nowhere"}, "'./nowhere'"),
+        ({"lengths": [60], "split": "train", "max_tokens": 60, "model": "./nowhere"}, "'./nowhere'"),
         ({"split": "dev"}, "split 'dev', cannot be read"),
         ({"text_column": "txt"}, "has no column 'txt'"),
         ({"transfer_steps": 2, "batch_size": 10**6, "attention": "hedgehog"}, "smaller --batch-size"),
@@ -117,7 +134,7 @@ def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
         ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"max_length": 100}, "largest of --lengths"),
         ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "exactly one mechanism"),
-        ({"push_to_hub": "me/it"}, "saves no model"),
+        ({"save_every": 2}, "saves no states"),
     ],
 )
 def test_options(fields, message):

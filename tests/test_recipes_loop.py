@@ -7,20 +7,21 @@ import finetune_glue
 import finetune_snli
 import pytest
 import torch
-import training.loop
 import training.run
 import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from support import sample
 from support.recipes import forget_processes, run_here
-from training.loop import Meter, make_optimizer, rate_factor
+from training.classification import ClassificationOptions
 from training.models import mechanism_parameters
+from training.optimizer import make_optimizer, rate_factor
 from training.options import RunOptions
-from training.session import Session
+from training.session import Session, in_session
 
 import hf_rfattn
 
-SNLI = (finetune_snli.SnliTask, RunOptions)
+SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 6, "batch_size": 8}
 QUICK |= {"learning_rate": 1e-3, "eval_batch_size": 16}
 
@@ -69,17 +70,14 @@ def test_one_step_by_hand(bert, tmp_path):
         bert, tmp_path, attention="hedgehog", max_steps=1, warmup=0, max_gradient_norm=0.1, weight_decay=0.3
     )
     forget_processes()
-    options = RunOptions(
+    options = ClassificationOptions(
         model=bert, attention="hedgehog", output=str(tmp_path), weight_decay=0.3, **{**QUICK, "max_steps": 1}
     )
-    torch.manual_seed(0)
-    task = finetune_snli.SnliTask(options)
-    prepared = task.prepare()
-    training.run.set_attention(prepared.model, options)
-    order, _ = training.run.plan(Session(options, Accelerator(cpu=True), {}), prepared, options)
+    options.data = sample.folder("snli")
+    made = training.run.Training(Session(options, Accelerator(cpu=True), {}), finetune_snli.SnliTask(options))
     forget_processes()
-    batch = prepared.collate([prepared.train[i] for i in next(order.batches(0))])
-    model = prepared.model.train()
+    batch = made.prepared.collate([made.prepared.train[i] for i in next(made.order.batches(0))])
+    model = made.model.train()
     optimizer = make_optimizer(model, options)
     model(**batch).loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -144,18 +142,18 @@ def test_early_stop(bert, tmp_path):
 def test_a_run_that_breaks_off_goes_on(bert, tmp_path, monkeypatch):
     options = {"attention": "favor+", "redraw_every": 2, "save_every": 2, "evaluate_every": 3, "keep": "best"}
     whole, expected = train(bert, tmp_path / "whole", **options)
-    step = training.loop.Loop._step
+    step = training.run.Training._step
 
     def breaks(self, batches):
         if self.progress.step == 5:
             raise KeyboardInterrupt
         step(self, batches)
 
-    monkeypatch.setattr(training.loop.Loop, "_step", breaks)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(training.run.Training, "_step", breaks)
+    with pytest.raises(SystemExit):
         train(bert, tmp_path / "torn", **options)
     assert [p.name for p in (tmp_path / "torn" / "state").iterdir()] == ["step-00000004"]
-    monkeypatch.setattr(training.loop.Loop, "_step", step)
+    monkeypatch.setattr(training.run.Training, "_step", step)
     with pytest.raises(SystemExit):
         train(bert, tmp_path / "torn", **options)  # neither --resume nor --overwrite
     with pytest.raises(SystemExit):
@@ -194,18 +192,10 @@ def test_tensorboard(bert, tmp_path):
         model=bert, task="rte", report_to="tensorboard", output=str(tmp_path), log_every=2, **QUICK
     )
     forget_processes()
-    training.run.run(finetune_glue.GlueTask(options))
+    options.data = sample.folder("rte")
+    in_session(options, "task", lambda session: training.run.train(session, finetune_glue.GlueTask(options)))
     forget_processes()
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.*") if path.parent.name == "hf-rfattn"}
     events = EventAccumulator(str(folder)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
     assert [event.step for event in events.Scalars("eval/accuracy")] == [6]
-
-
-def test_speed_counts_tokens_without_padding():
-    meter = Meter(torch.device("cpu"))
-    batch = {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
-    meter.count(batch)  # before it is started
-    meter.start()
-    meter.count(batch)
-    assert (meter.samples, meter.tokens) == (2, 4)

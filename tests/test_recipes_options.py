@@ -59,7 +59,8 @@ def test_fields_are_spelt_as_the_command_line_does():
         (["--eval-split", "train"], "trained on it"),
         (["--attention", "softmax", "--layers", "0"], "--layers belongs to a mechanism; name it"),
         (["--attention-options", "a=1"], "--attention-options belongs to a mechanism"),
-        (["--attention", "softmax", "--push-to-hub", "me/x"], "--push-to-hub belongs to a mechanism"),
+        (["--attention", "softmax", "--redraw-every", "3"], "--redraw-every belongs to a mechanism"),
+        (["--sequence-parallel", "2", "--distill", "self"], "do not work with --sequence-parallel"),
     ],
 )
 def test_what_is_refused(words, message):

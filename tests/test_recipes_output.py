@@ -8,9 +8,10 @@ import finetune_lm
 import finetune_snli
 import pytest
 from support.recipes import forget_processes, run_here
-from training.options import RunOptions
+from training.classification import ClassificationOptions
+from training.session import in_session
 
-SNLI = (finetune_snli.SnliTask, RunOptions)
+SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
 
 
@@ -37,11 +38,9 @@ def test_folders_of_others_are_refused(bert, tmp_path, capsys, how):
     assert f"--model {tmp_path / 'model'} lies inside --output" in said
     assert "is not empty and was not written by a recipe" in refused(capsys, model=bert, output=str(tmp_path), **how)
     forget_processes()
-    with pytest.raises(SystemExit):
-        convert_recipe.convert(
-            convert_recipe.ConvertOptions(model=bert, attention="hedgehog", output=str(tmp_path), **how)
-        )
-    assert "is not empty and was not written by a recipe" in capsys.readouterr().err
+    options = convert_recipe.ConvertOptions(model=bert, attention="hedgehog", output=str(tmp_path), **how)
+    with pytest.raises(ValueError, match="is not empty and was not written by a recipe"):
+        in_session(options, "transfer", convert_recipe.convert)
     assert listing(tmp_path) == before
 
 
@@ -63,7 +62,7 @@ def test_inputs_inside_a_finished_run(bert, tmp_path, capsys):
 
 def test_the_record_is_written_whole_or_not_at_all(bert, tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit):
         run_here(*SNLI, model=bert, output=str(tmp_path / "out"), **QUICK)
     monkeypatch.undo()
     assert not (tmp_path / "out" / "run.json").exists()

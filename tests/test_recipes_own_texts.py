@@ -5,11 +5,11 @@ import json
 
 import finetune_text
 import pytest
-import training.loop
+import training.run
 import transformers
 from datasets import ClassLabel, Dataset, Features, Value
+from support import sample
 from support.recipes import run_here
-from training import sample
 
 from hf_rfattn.results import parse_result
 
@@ -118,7 +118,7 @@ def refused(bert, data, output, capsys, **fields):
     """The one line that is said, before any step."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(training.loop.Loop, "_step", lambda self, batches: pytest.fail("it trained"))
+        patch.setattr(training.run.Training, "_step", lambda self, batches: pytest.fail("it trained"))
         run(bert, data, output, **fields)
     assert stop.value.code == 2
     return capsys.readouterr().err.strip()
@@ -129,15 +129,14 @@ def refused(bert, data, output, capsys, **fields):
     [
         (lambda rows: rows, {"text_column": "txt"}, "has no column 'txt'; it has review, mood"),
         (lambda rows: rows, {"label_column": "y"}, "has no column 'y'; it has review, mood"),
-        (lambda rows: rows, {"text_pair_column": "review"}, "must be different columns, not review, review, mood"),
         (lambda rows: [*rows, {"review": "", "mood": "sad"}], {}, "example 40 has None in the column 'review'"),
         (lambda rows: [*rows, {"review": " ", "mood": "sad"}], {}, "example 40 has ' ' in the column 'review'"),
         (lambda rows: [*rows, {"review": "a", "mood": ""}], {}, "example 40 has None in the column 'mood'"),
         (lambda rows: [{**row, "mood": "sad"} for row in rows], {}, "40 examples have 1 different labels"),
         (lambda rows: [{**row, "mood": f"m{i}"} for i, row in enumerate(rows)], {}, "have 40 different labels"),
-        (lambda rows: rows, {"problem": "regression"}, "not a number"),
+        (lambda rows: rows, {"problem": "regression"}, "Failed to parse string: '"),
         (lambda rows: [{**row, "mood": "fair" if row["mood"] == "sad" else "poor"} for row in rows], {},
-         "split 'validation': example 0 has the label"),
+         "Invalid string class label"),
     ],
 )  # fmt: skip
 def test_told_before_training(bert, tmp_path, capsys, train, fields, message):
@@ -153,7 +152,7 @@ def test_classes_that_only_evaluation_has(bert, tmp_path, capsys):
     write(tmp_path / "data" / "train.csv", rows)
     write(tmp_path / "data" / "validation.csv", [*rows[:3], {"review": "a box .", "mood": "angry"}])
     said = refused(bert, tmp_path / "data", tmp_path / "out", capsys)
-    assert "example 3 has the label 'angry', which no training example has ('glad', 'sad')" in said
+    assert "Invalid string class label angry" in said
 
 
 def test_options():

@@ -9,13 +9,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import sample
 from support.recipes import ROOT, command, environment, make_bert
 from training.session import whole_folder
 
 SNLI = ROOT / "recipes" / "finetune_snli.py"
 # dropout throws dice, favor+ redraws, best models come and go: all of it must be where it was
 OPTIONS = [
-    "--data", "sample", "--attention", "favor+", "--redraw-every", 5, "--max-train-samples", 300,
+    "--data", sample.folder("snli"), "--attention", "favor+", "--redraw-every", 5, "--max-train-samples", 300,
     "--max-eval-samples", 65, "--max-steps", 12, "--batch-size", 16, "--evaluate-every", 4, "--keep", "best",
     "--learning-rate", 1e-3, "--save-every", 2,
 ]  # fmt: skip

@@ -10,6 +10,8 @@ import finetune_squad
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from support import sample
 from support.recipes import NO_DROPOUT, SHAPE, WORDS, make_bert, make_gpt2, run_here, sample_tokenizer
 
 import hf_rfattn
@@ -17,7 +19,7 @@ from hf_rfattn.hub.cards import make_card
 from hf_rfattn.results import checkpoint_fingerprint, parse_result
 
 GLUE = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
-SNLI = (finetune_snli.SnliTask, finetune_snli.RunOptions)
+SNLI = (finetune_snli.SnliTask, finetune_snli.ClassificationOptions)
 SQUAD = (finetune_squad.SquadTask, finetune_squad.SquadOptions)
 LANGUAGE = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 3, "batch_size": 8}
@@ -72,7 +74,7 @@ def test_the_result_file(bert, tmp_path):
     card = make_card(tmp_path / "model")
     assert card.evaluations[0].metric_value == result["metrics"]["accuracy"]["value"]
     text = (tmp_path / "model" / "README.md").read_text()
-    assert "fine-tuned on made-up snli" in text and "datasets" not in card.metadata.to_dict()  # not the real task
+    assert "fine-tuned on snli" in text
     # what would be published names no folder of this machine
     sent = [path.read_text() for path in [*(tmp_path / "model").rglob("*.json"), tmp_path / "model" / "README.md"]]
     assert result["options"]["output"] == str(tmp_path)
@@ -98,13 +100,10 @@ def test_squad(request, tmp_path, family, version):
         *SQUAD, model=model, version=version, attention="favor+", stride=4, max_length=20, output=str(tmp_path), **QUICK
     )
     parse_result(result)
-    assert {"exact_match", "f1"} <= set(result["metrics"])
+    assert set(result["metrics"]) == {"exact_match", "f1"}
     assert result["metrics"]["f1"]["n"] == 37 and result["metrics"]["f1"]["scale"] == 100
     chance = result["metrics"]["f1"]["chance"]  # of no answer to any question
     assert 0 < chance < 100 if version == "2" else chance == 0
-    if version == "2":
-        answerable, not_answerable = (result["metrics"][name]["n"] for name in ("HasAns_f1", "NoAns_exact_match"))
-        assert answerable + not_answerable == 37 and answerable > not_answerable > 0
 
 
 def test_language_from_scratch_and_on(tmp_path):
@@ -118,16 +117,12 @@ def test_language_from_scratch_and_on(tmp_path):
         *LANGUAGE,
         model=str(tmp_path / "a" / "model"),
         attention="favor+",
-        eval_stride=5,
         output=str(tmp_path / "b"),
         **quick,
     )
     assert second["attention"]["mechanism"] == "favor+"
     assert set(second["metrics"]) == {"perplexity", "loss", "bits_per_byte"}
     assert second["metrics"]["perplexity"]["lower_is_better"]
-    assert (
-        second["metrics"]["perplexity"]["n"] == first["metrics"]["perplexity"]["n"]
-    )  # the stride changes only context
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "b" / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "model")
     text = words(" bread water", return_tensors="pt")
@@ -140,8 +135,6 @@ def test_perplexity_is_that_of_the_model(gpt2, tmp_path):
     result = run_here(*LANGUAGE, model=gpt2, output=str(tmp_path), **options)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     words = transformers.AutoTokenizer.from_pretrained(gpt2)
-    from training import sample
-
     text = "".join(row["text"] for row in sample.make("wikitext", "validation")[:3])
     ids = words(text, return_tensors="pt")["input_ids"]
     assert ids.shape[1] <= 64
@@ -180,7 +173,11 @@ def test_padding_changes_nothing(family, attention, tmp_path):
         words.save_pretrained(tmp_path / side)  # which keeps what it was loaded with, not what was set later
         task = finetune_glue.GlueTask(
             finetune_glue.GlueOptions(
-                model=folder, tokenizer=str(tmp_path / side), task="sst2", data="sample", max_eval_samples=4
+                model=folder,
+                tokenizer=str(tmp_path / side),
+                task="sst2",
+                data=sample.folder("sst2"),
+                max_eval_samples=4,
             )
         )
         torch.manual_seed(0)
@@ -224,3 +221,35 @@ def test_sample_needs_attention(kind, bert, gpt2, tmp_path):
         guess = {"classification": 1 / 3, "answers": 25.0}[kind]
         assert softmax > 0.95 * found["softmax"]["metrics"][metric]["scale"]
         assert average < 1.3 * guess
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_pooling(bert, tmp_path, pooling):
+    """The head reads what --pooling says, without padding; the recipe that continues from the model does the same."""
+    options = {"pooling": pooling, "data": sample.folder("sst2"), "max_train_samples": 16, "max_eval_samples": 4}
+    task = finetune_glue.GlueTask(finetune_glue.GlueOptions(model=bert, **options))
+    prepared = task.prepare()
+    model = prepared.model.eval()
+    row = prepared.evaluation["validation"][0]
+    short = {name: cells[:5] if isinstance(cells, list) else cells for name, cells in row.items()}
+    batch = prepared.collate([short, row])
+    with torch.no_grad():
+        hidden = model.bert(**{k: v for k, v in batch.items() if k != "labels"}).last_hidden_state
+        expected = hidden[0, 0] if pooling == "cls" else hidden[0, :5].mean(0)
+        torch.testing.assert_close(model(**batch).logits[0], model.classifier(expected))
+    trained = run_here(*GLUE, model=bert, output=str(tmp_path / "a"), max_steps=2, batch_size=4, **options)
+    options["pooling"] = None
+    again = run_here(
+        *GLUE, model=str(tmp_path / "a" / "model"), output=str(tmp_path / "b"), evaluate_first=True, max_steps=1,
+        batch_size=4, **options,
+    )  # fmt: skip
+    assert again["history"][0]["metrics"] == trained["metrics"]
+    assert not any("pooler" in name for name in load_file(tmp_path / "b" / "model" / "model.safetensors"))
+
+
+def test_pooling_needs_a_pooler(gpt2):
+    options = finetune_glue.GlueOptions(model=gpt2, data=sample.folder("sst2"), pooling="mean", max_train_samples=4)
+    with pytest.raises(ValueError, match="GPT2ForSequenceClassification has no pooler"):
+        finetune_glue.GlueTask(options).prepare()
+    with pytest.raises(ValueError, match="needs whole sequences"):
+        finetune_glue.GlueOptions(model=gpt2, pooling="mean", sequence_parallel=2)

@@ -35,9 +35,10 @@ from finetune_glue import GlueOptions
 from finetune_lm import LanguageOptions
 from finetune_squad import SquadOptions
 from finetune_text import TextOptions
+from training.classification import ClassificationOptions
 from training.data import find_source
 from training.models import read_config
-from training.options import CommonOptions, RunOptions, assignments, did_you_mean, fields_as_arguments, parse_options
+from training.options import CommonOptions, assignments, did_you_mean, fields_as_arguments, parse_options
 from training.run import BUDGET
 from training.task import check_share
 
@@ -46,7 +47,7 @@ from hf_rfattn.results import SOFTMAX
 
 RECIPES: dict[str, tuple[str, type[CommonOptions]]] = {
     "glue": ("finetune_glue.py", GlueOptions),
-    "snli": ("finetune_snli.py", RunOptions),
+    "snli": ("finetune_snli.py", ClassificationOptions),
     "squad": ("finetune_squad.py", SquadOptions),
     "text": ("finetune_text.py", TextOptions),
     "lm": ("finetune_lm.py", LanguageOptions),
@@ -279,6 +280,6 @@ def _check_run(run: Run) -> None:
     """What can be known without loading weights or data."""
     try:
         check_share(run.options.batch_size, run.processes, getattr(run.options, "accumulate", 1))
-        find_source(run.options.data, "owner/name", None, "sst2", None)
+        find_source(run.options.data, "owner/name", None, None)
     except ValueError as error:
         raise ValueError(f"{run.name}: {error}") from error

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from training.metrics import GLUE
-
 from hf_rfattn import attention_label, mechanism_names_in
 from hf_rfattn.results import (
     SCHEMA_VERSION,
@@ -21,6 +19,7 @@ from hf_rfattn.results import (
 )
 
 KIND = "comparison"
+BLIND = ("sst2", "mnli", "qnli", "rte", "wnli", "snli")  # tasks whose chance is a blind guess, if not recorded
 WHEN = ("before", "transferred", "after")  # errors against softmax
 
 
@@ -143,7 +142,7 @@ def _accuracy(runs: Sequence[TaskResult]) -> list[dict[str, Any]]:
 def _with_chance(result: TaskResult) -> Metric:
     """The main metric. For accuracies of runs that did not record the best constant answer, chance is a blind guess."""
     metric, labels = result.metrics[result.main_metric], 3 if result.task in ("mnli", "snli") else 2
-    if metric.chance is None and metric.scale and result.main_metric == "accuracy" and result.task in GLUE:
+    if metric.chance is None and metric.scale and result.main_metric == "accuracy" and result.task in BLIND:
         return replace(metric, chance=metric.scale / labels)
     return metric
 

@@ -1,33 +1,110 @@
 """Text classification and regression: what GLUE, SNLI and own texts share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from datasets import Dataset
-from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_rfattn.results import Metric
 
-from .data import Source, check_labels, check_texts, find_source, load_split, take
-from .metrics import GLUE, measure
+from .data import Source, check_cells, check_texts, find_source, take
 from .models import Collator, choose_length, load_model, load_tokenizer
-from .options import RunOptions
+from .options import RunOptions, described
 from .task import Prepared, Task
+
+
+def _correlation(statistic: Callable[..., Any]) -> Callable[..., float]:
+    """0 where one of the two is constant."""
+
+    def correlation(references: Any, predictions: Any) -> float:
+        constant = np.ptp(references) == 0 or np.ptp(predictions) == 0
+        return 0.0 if constant else float(statistic(references, predictions).statistic)
+
+    return correlation
+
+
+METRICS: dict[str, Callable[..., float]] = {
+    "accuracy": accuracy_score,
+    "f1_macro": lambda references, predictions: f1_score(references, predictions, average="macro", zero_division=0.0),
+    "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
+    "matthews_correlation": matthews_corrcoef,
+    "pearson": _correlation(pearsonr),
+    "spearmanr": _correlation(spearmanr),
+}
+ACCURACY, CORRELATIONS = ("accuracy",), ("pearson", "spearmanr")
+
+
+def measure(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
+    """
+    >>> measure(("accuracy", "f1"), [0, 1, 1], [0, 1, 0])
+    {'accuracy': 0.6666666666666666, 'f1': 0.6666666666666666}
+    """
+    return {name: float(METRICS[name](references, predictions)) for name in names}
 
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: the columns of its texts, its labels (none: a score), its evaluation splits."""
+    """A task: the columns of its texts, its labels (none: a score), its metrics (the last one is what tables show) and
+    its evaluation splits.
+    """
 
     texts: tuple[str, ...]
     labels: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ACCURACY
     evaluation: tuple[str, ...] = ("validation",)
 
 
-class ClassificationTask(Task[RunOptions]):
+@dataclass(kw_only=True)
+class ClassificationOptions(RunOptions):
+    pooling: Literal["cls", "mean", "model"] | None = described(
+        "What the head of a BERT-like encoder reads: the first token, the mean of all tokens, or its own pooler "
+        "(untrained in embedding models). Default: as the model was trained."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling == "mean" and self.sequence_parallel > 1:
+            raise ValueError("--pooling mean needs whole sequences; leave out --sequence-parallel.")
+
+
+class Pooling(nn.Module):
+    """Takes the place of the pooler of a BERT-like encoder. `kind`: cls or mean."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.mask = kind, None
+
+    def remember_mask(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A hook before the encoder's forward, which does not hand the mask on to its pooler."""
+        self.mask = kwargs.get("attention_mask")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, L, D] → [B, D]; padding does not count."""
+        if self.kind == "cls":
+            return hidden[:, 0]
+        weights = torch.ones_like(hidden[..., :1]) if self.mask is None else self.mask[..., None].to(hidden.dtype)
+        return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def set_pooling(model: PreTrainedModel, kind: str) -> None:
+    """Let the head read `kind` of the encoder; the config records it, and the recipes restore it from there."""
+    has_pooler = getattr(model.base_model, "pooler", None) is not None
+    if not has_pooler and (kind == "model" or not hasattr(model.config, "classifier_pooling")):
+        raise ValueError(f"--pooling {kind}: {type(model).__name__} has no pooler to choose; leave the option out.")
+    if has_pooler and kind != "model":
+        model.base_model.pooler = pooling = Pooling(kind)
+        model.base_model.register_forward_pre_hook(pooling.remember_mask, with_kwargs=True)
+    model.config.classifier_pooling = kind  # which ModernBERT reads itself
+
+
+class ClassificationTask(Task):
     """Derive from it, and say in `__init__` what the task is."""
 
     task_type = "text-classification"
@@ -38,17 +115,12 @@ class ClassificationTask(Task[RunOptions]):
     drop_unlabelled = False  # SNLI marks pairs without a gold label by -1
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """What is measured; the last one is what tables show."""
-        return GLUE[self.name]
-
-    @property
     def main_metric(self) -> str:  # type: ignore[override]
-        return self.metrics[-1]
+        return self.text_task.metrics[-1]
 
     def prepare(self) -> Prepared:
         options = self.options
-        source = find_source(options.data, self.hub_name, self.hub_config, self.name, options.data_name)
+        source = find_source(options.data, self.hub_name, self.hub_config, options.data_name)
         loaded = self.load(source)
         task = self.text_task
         most = {"train": options.max_train_samples}
@@ -63,6 +135,8 @@ class ClassificationTask(Task[RunOptions]):
             problem_type="single_label_classification" if names else "regression",
             **({"id2label": names, "label2id": {name: i for i, name in names.items()}} if names else {}),
         )
+        if pooling := options.pooling or getattr(model.config, "classifier_pooling", None):
+            set_pooling(model, pooling)
         length = choose_length(model, options, self.usual_length, tokenizer)
 
         def encode(batch: Mapping[str, list[Any]]) -> Any:
@@ -73,29 +147,19 @@ class ClassificationTask(Task[RunOptions]):
             split: part.map(encode, batched=True, remove_columns=part.column_names, desc=f"tokens of {split}")
             for split, part in examples.items()
         }
-        return Prepared(
-            model=model,
-            tokenizer=tokenizer,
-            source=source,
-            examples=examples,
-            train=rows.pop("train"),
-            evaluation=rows,
-            collate=Collator(tokenizer),
-            max_length=length,
-        )
+        return Prepared(model, tokenizer, source, examples, rows.pop("train"), rows, Collator(tokenizer), length)
 
     def load(self, source: Source) -> dict[str, Dataset]:
         """The splits, "train" first, checked; labels are numbers in the column "label"."""
-        task, given = self.text_task, self.options.eval_split
+        task, given, count = self.text_task, self.options.eval_split, len(self.text_task.labels)
         splits = {}
         for split in ("train", *((given,) if given else task.evaluation)):
-            examples = load_split(source, split, [*task.texts, "label"])
+            examples = source.load(split, [*task.texts, "label"])
             if self.drop_unlabelled:
-                examples = examples.filter(
-                    lambda labels: [x != -1 for x in labels], input_columns="label", batched=True
-                )
-            check_texts(examples, task.texts, f"{source.name}, split {split!r}")
-            check_labels(examples, len(task.labels), f"{source.name}, split {split!r}")
+                examples = examples.filter(lambda label: label != -1, input_columns="label")
+            check_texts(examples, task.texts)
+            if count:
+                check_cells(examples, "label", range(count).__contains__, f"a label from 0 to {count - 1}")
             splits[split] = examples
         return splits
 
@@ -106,12 +170,12 @@ class ClassificationTask(Task[RunOptions]):
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
         """Chance is the best constant answer. Metrics of a second split carry its name: accuracy_mismatched."""
-        truth = predictions["references"]
-        answers = [torch.full_like(truth, label) for label in range(max(1, len(self.text_task.labels)))]
-        constants = [measure(self.metrics, answer.numpy(), truth.numpy()) for answer in answers]
-        second = split != (self.options.eval_split or self.text_task.evaluation[0])
+        task, truth = self.text_task, predictions["references"]
+        answers = [torch.full_like(truth, label) for label in range(max(1, len(task.labels)))]
+        constants = [measure(task.metrics, answer.numpy(), truth.numpy()) for answer in answers]
+        second = split != (self.options.eval_split or task.evaluation[0])
         suffix = f"_{split.removeprefix('validation_')}" if second else ""
         return {
             f"{name}{suffix}": Metric(value, len(truth), 1, chance=max(constant[name] for constant in constants))
-            for name, value in measure(self.metrics, predictions["predictions"].numpy(), truth.numpy()).items()
+            for name, value in measure(task.metrics, predictions["predictions"].numpy(), truth.numpy()).items()
         }

@@ -1,6 +1,8 @@
-"""Language modelling: text as one stream of tokens, in blocks and windows; new tokenizers; the shape of new models."""
+"""Language modelling: text as one stream of tokens, in blocks and windows; perplexity; new tokenizers and models."""
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,19 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .data import Source, check_texts, load_split
+from hf_rfattn.results import Metric
+
+from .data import Source, check_texts
 from .models import read_config
 
 END = "<|endoftext|>"
+PART = 512  # tokens whose logits are looked at in float32 at once: they are large
 
 
 def load_text(source: Source, split: str, most: int | None = None, column: str = "text") -> Dataset:
     """The first lines of a split, not any: a text has an order."""
-    lines = load_split(source, split, [column])
-    check_texts(lines, [column], f"{source.name}, split {split!r}")
+    lines = source.load(split, [column])
+    check_texts(lines, [column])
     return lines.select(range(min(most or len(lines), len(lines)))).rename_columns({column: "text"})
 
 
@@ -45,41 +50,42 @@ def split_blocks(tokens: np.ndarray, length: int) -> Dataset:
     return Dataset.from_dict({"input_ids": list(blocks), "labels": list(blocks)})
 
 
-def split_windows(tokens: np.ndarray, length: int, stride: int) -> Dataset:
-    """For evaluation: windows that move on by `stride`, in which every token but the very first counts exactly once.
+def split_windows(tokens: np.ndarray, length: int) -> Dataset:
+    """For evaluation: windows that share one token, so that every token but the very first is predicted once.
 
-    >>> windows = split_windows(np.arange(7), length=4, stride=2)
-    >>> windows["input_ids"][:], windows["labels"][:]
-    ([[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6]], [[0, 1, 2, 3], [-100, -100, 4, 5], [-100, -100, 6]])
+    >>> split_windows(np.arange(6), length=3)["input_ids"][:]
+    [[0, 1, 2], [2, 3, 4], [4, 5]]
     """
     if len(tokens) < 2:
         raise ValueError("The text to evaluate on has fewer than two tokens.")
-    rows: dict[str, list[Any]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    counted = 0
-    for start in range(0, len(tokens), stride):
-        window = tokens[start : start + length]
-        labels = window.copy()
-        labels[: max(0, counted - start)] = -100
-        counted = start + len(window)
-        rows["input_ids"].append(window)
-        rows["attention_mask"].append(np.ones_like(window))
-        rows["labels"].append(labels)
-        if counted == len(tokens):
-            break
-    return Dataset.from_dict(rows)
+    windows = [tokens[start : start + length] for start in range(0, len(tokens) - 1, length - 1)]
+    masks = [np.ones_like(window) for window in windows]
+    return Dataset.from_dict({"input_ids": windows, "attention_mask": masks, "labels": windows})
 
 
 def window_losses(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Of each window, the negative log-likelihood of the tokens that count, and their number."""
     labels = labels[:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels, reduction="none")
-    return {"losses": losses.sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
+    parts = zip(logits[:, :-1].split(PART, dim=1), labels.split(PART, dim=1), strict=True)
+    losses = [
+        F.cross_entropy(part.flatten(0, 1).float(), x.flatten(), reduction="none").view_as(x) for part, x in parts
+    ]
+    return {"losses": torch.cat(losses, 1).sum(-1, dtype=torch.float64), "tokens": (labels != -100).sum(-1)}
+
+
+def perplexity(losses: Sequence[float], tokens: Sequence[int], num_bytes: int | None = None) -> dict[str, Metric]:
+    """From the negative log-likelihood of each window and its number of tokens; bits a byte do not depend on the
+    tokenizer.
+    """
+    total, count = math.fsum(losses), sum(tokens)
+    mean = total / count
+    found = {"perplexity": math.exp(mean) if mean < 700 else math.inf, "loss": mean}
+    found |= {"bits_per_byte": total / math.log(2) / num_bytes} if num_bytes else {}
+    return {name: Metric(value, count, lower_is_better=True) for name, value in found.items()}
 
 
 def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE, as GPT-2 has it, from this text alone."""
-    if vocab_size < 257:
-        raise ValueError(f"--vocab-size {vocab_size} is too small: 256 bytes and {END} need a token each.")
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         (batch["text"] for batch in text.iter(1000)), vocab_size=vocab_size, special_tokens=[END], show_progress=False
@@ -89,12 +95,8 @@ def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def config_from_scratch(given: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The shape of a new model, with the vocabulary of its tokenizer."""
-    tokens = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    tokens: dict[str, Any] = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
     if not Path(given).is_file():
         return read_config("--from-scratch", given, **tokens)
     fields = json.loads(Path(given).read_text(encoding="utf-8"))

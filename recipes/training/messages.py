@@ -22,8 +22,8 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def errors_as_messages() -> Iterator[None]:
-    """What the user can do something about becomes one line and exit code 2."""
+def script(hint: str = "") -> Iterator[None]:
+    """What the user can do something about becomes one line and exit code 2; Ctrl-C one line and 130."""
     try:
         yield
     except USER_ERRORS as error:
@@ -31,14 +31,6 @@ def errors_as_messages() -> Iterator[None]:
             raise
         say(str(error) or type(error).__name__)
         sys.exit(WRONG)
-
-
-@contextmanager
-def script(hint: str = "") -> Iterator[None]:
-    """The same for scripts that typer runs, which would end after Ctrl-C without a word."""
-    try:
-        with errors_as_messages():
-            yield
     except KeyboardInterrupt as interrupt:
         say(f"Interrupted. {str(interrupt) or hint}")
         sys.exit(INTERRUPTED)
@@ -46,7 +38,7 @@ def script(hint: str = "") -> Iterator[None]:
 
 def _hook(kind: Any, error: BaseException, traceback: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        say(f"Interrupted. {error}")  # what to do next, if it is known
+        say("Interrupted.")
     else:
         sys.__excepthook__(kind, error, traceback)
 

@@ -11,18 +11,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 import hf_rfattn
 
-from .options import CommonOptions, RunOptions
-
-
-def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConfig:
-    """The config of a model in a folder or on the Hub, with some fields changed."""
-    if name is None:
-        raise ValueError(f"{option} is missing: a model's folder, or its name on the Hub.")
-    return read(option, AutoConfig, name, **changes)
+from .options import CommonOptions
 
 
 def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
     """`from_pretrained`, with an error of one line that names the option."""
+    if name is None:
+        raise ValueError(f"{option} is missing: a model's folder, or its name on the Hub.")
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **arguments)
     except (OSError, ValueError) as error:
@@ -30,10 +25,13 @@ def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
         raise ValueError(f"{option}: {name!r} cannot be read. {reason}") from error
 
 
+def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConfig:
+    """The config of a model in a folder or on the Hub, with some fields changed."""
+    return read(option, AutoConfig, name, **changes)
+
+
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
     """A tokenizer with a padding token."""
-    if options.tokenizer is None:
-        read_config("--model", options.model)
     option = "--tokenizer" if options.tokenizer else "--model"
     return with_padding(read(option, AutoTokenizer, options.tokenizer or options.model))
 
@@ -46,11 +44,13 @@ def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    auto_class: Any, options: RunOptions, tokenizer: PreTrainedTokenizerBase, **changes: Any
+    auto_class: Any, options: CommonOptions, tokenizer: PreTrainedTokenizerBase, **changes: Any
 ) -> PreTrainedModel:
-    """The model with a head for the task, in float32, ready to train. `changes`: fields of its config."""
+    """The model with a head for the task, in float32. `changes`: fields of its config."""
     config = read_config("--model", options.model, **changes)
-    return ready_to_train(read("--model", auto_class, options.model, config=config, dtype=torch.float32), tokenizer)
+    model = read("--model", auto_class, options.model, config=config, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id  # decoders classify by the last token before padding
+    return model
 
 
 def load_base(options: CommonOptions) -> PreTrainedModel:
@@ -61,30 +61,12 @@ def load_base(options: CommonOptions) -> PreTrainedModel:
     return read("--model", (classes or [transformers.AutoModel])[0], options.model, config=config)
 
 
-def ready_to_train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Tell the model its padding token: the last token before it is what decoders classify by."""
-    model.config.pad_token_id = tokenizer.pad_token_id
-    there = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > there:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model only {there}; they do not belong together."
-        )
-    return model
-
-
-def has_new_head(model: PreTrainedModel, options: RunOptions) -> bool:
-    """Whether --model had no head for the task, so that it got one with random weights."""
-    return type(model).__name__ not in (read_config("--model", options.model).architectures or ())
-
-
 def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
     """Patch or unpatch as --attention says; without it the model stays as it is."""
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
     elif options.attention is not None:
         config = hf_rfattn.parse_attention(options.attention, options.attention_options)
-        if getattr(options, "redraw_every", None) and getattr(config, "redraw_interval", None):
-            raise ValueError("--redraw-every and the option redraw_interval both redraw; give one of them.")
         hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import json
-import math
 import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,9 @@ Options = TypeVar("Options", bound="CommonOptions")
 
 
 MAY_BE_0 = {
-    "seed", "transfer_steps", "workers", "transfer_parts", "weight_decay", "warmup", "max_gradient_norm",
-    "distill_hidden", "parts", "divergence", "stride",
+    "seed", "transfer_steps", "weight_decay", "warmup", "max_gradient_norm", "distill_hidden", "parts", "divergence",
+    "stride", "max_tokens", "repetitions",
 }  # fmt: skip
-
-
 SEQUENCE_PARALLEL = "Number of processes that share each sequence: each holds a part of it. The model must be patched."
 
 
@@ -46,7 +43,7 @@ class CommonOptions:
     )
     layers: str | None = described("Layers that get the mechanism, as in 0-5 or 0-2,7; the others stay softmax.")
     data: str | None = described(
-        "A data set's name on the Hub, or a folder of parquet, json or csv files named by split, or 'sample'."
+        "A data set's name on the Hub, or a folder of parquet, json or csv files named by split."
     )
     data_name: str | None = described("Name of the data in result files; by default that of the folder.")
     max_length: int | None = described("Longest sequence in tokens; longer text is truncated.")
@@ -62,27 +59,22 @@ class CommonOptions:
     save_every: int | None = described("Steps between states that --resume can continue from.")
     resume: bool = described("Continue from the last state in the output folder, if there is one.", False)
     overwrite: bool = described("Delete what an earlier run has left in the output folder.", False)
-    push_to_hub: str | None = described("Publish the model with its card when done, as in me/name.")
     output: str = described("Folder for model, states and result.json.", "out")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or name == "null_threshold":
-                continue
-            least = "at least" if name in MAY_BE_0 else "above"
-            if not 0 <= value < math.inf or (value == 0 and name not in MAY_BE_0):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and (value < 0 or (value == 0 and name not in MAY_BE_0)):
+                least = "at least" if name in MAY_BE_0 else "above"
                 raise ValueError(f"{flag(name)} must be {least} 0, not {value}.")
         if self.resume and self.overwrite:
             raise ValueError("--resume continues what --overwrite would delete; give one of them.")
-        if self.attention in (None, "softmax"):
-            of_mechanisms = ["attention_options", "layers"]
-            if self.attention == "softmax":  # without --attention, the model may be patched already
-                if getattr(self, "sequence_parallel", 1) > 1:
-                    raise ValueError("--sequence-parallel needs a patched model; name a mechanism with --attention.")
-                of_mechanisms += ["redraw_every", "transfer_steps", "push_to_hub"]
-            for name in of_mechanisms:
-                if getattr(self, name, None):
-                    raise ValueError(f"{flag(name)} belongs to a mechanism; name it with --attention (not softmax).")
+        of_mechanisms = ["attention_options", "layers"] if self.attention in (None, "softmax") else []
+        if self.attention == "softmax":  # without --attention, the model may be patched already
+            of_mechanisms += ["redraw_every", "transfer_steps"]
+        for name in of_mechanisms:
+            if getattr(self, name, None):
+                raise ValueError(f"{flag(name)} belongs to a mechanism; name it with --attention (not softmax).")
 
 
 @dataclass(kw_only=True)
@@ -93,26 +85,6 @@ class RunOptions(CommonOptions):
     redraw_every: int | None = described("Draw new random features every so many steps.")
     transfer_steps: int = described("Steps of attention transfer on the training inputs before training.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
-    transfer_parts: float | None = described(
-        "Weight of a second transfer loss, that far fields imitate softmax by themselves."
-    )
-
-    # the data
-    eval_split: str | None = described("The split to evaluate on, if it is not the task's own.")
-    max_train_samples: int | None = described("Number of training examples, the same for every seed.")
-    max_eval_samples: int | None = described("Number of evaluation examples, the same for every seed.")
-
-    # training
-    epochs: float = described("Passes over the training data.", 3.0)
-    max_steps: int | None = described("Optimizer steps, instead of epochs.")
-    accumulate: int = described("Gradient accumulation steps.", 1)
-    eval_batch_size: int = described("Examples a process evaluates at once.", 64)
-    learning_rate: float = described("Peak learning rate of the model's own weights.", 5e-5)
-    mechanism_learning_rate: float | None = described("The same for parameters of mechanisms.")
-    weight_decay: float = described("Of matrices; biases, norms and mechanisms have none.", 0.01)
-    warmup: float = described("Steps of warm-up, or a share of all steps if below 1.", 0.06)
-    scheduler: Literal["linear", "cosine", "constant"] = described("Learning rate schedule after warm-up.", "linear")
-    max_gradient_norm: float = described("Clip gradients to this norm; 0 does not clip.", 1.0)
     distill: str | None = described(
         "Also learn from the logits of a softmax model: its folder or name, or 'self', --model before training."
     )
@@ -122,12 +94,28 @@ class RunOptions(CommonOptions):
     lora_rank: int | None = described(
         "Train LoRA adapters of this rank, mechanisms and head; adapters are merged into the saved model."
     )
-    gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
+
+    # the data
+    eval_split: str | None = described("The split to evaluate on, if it is not the task's own.")
+    max_train_samples: int | None = described("Number of training examples, the same for every seed.")
+    max_eval_samples: int | None = described("Number of evaluation examples, the same for every seed.")
     group_by_length: bool = described("Batch examples of similar length: less padding.", False)
+
+    # training
+    epochs: float = described("Passes over the training data.", 3.0)
+    max_steps: int | None = described("Optimizer steps, instead of epochs.")
+    accumulate: int = described("Gradient accumulation steps.", 1)
+    learning_rate: float = described("Peak learning rate of the model's own weights.", 5e-5)
+    mechanism_learning_rate: float | None = described("The same for parameters of mechanisms.")
+    weight_decay: float = described("Of matrices; biases, norms and mechanisms have none.", 0.01)
+    warmup: float = described("Steps of warm-up, or a share of all steps if below 1.", 0.06)
+    scheduler: Literal["linear", "cosine", "constant"] = described("Learning rate schedule after warm-up.", "linear")
+    max_gradient_norm: float = described("Clip gradients to this norm; 0 does not clip.", 1.0)
+    gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
-    workers: int = described("Data loading processes of each training process.", 0)
 
     # evaluation, saving, reporting
+    eval_batch_size: int = described("Examples a process evaluates at once.", 64)
     evaluate_first: bool = described("Also evaluate before training: patched, and after --transfer-steps.", False)
     evaluate_every: int | None = described("Steps between evaluations. Default: once an epoch.")
     keep: Literal["best", "last"] = described("Which model is kept: the best of all evaluations, or the last.", "last")
@@ -139,13 +127,8 @@ class RunOptions(CommonOptions):
         super().__post_init__()
         if self.eval_split == "train":
             raise ValueError("--eval-split train: the model is trained on it.")
-        if not 0 < self.distill_weight <= 1:
-            raise ValueError(f"--distill-weight is a share, above 0 and at most 1, not {self.distill_weight}.")
-        if self.distill_hidden and self.distill is None:
-            raise ValueError("--distill-hidden needs --distill, the model to learn from.")
-        for name in ("transfer_steps", "distill"):
-            if self.sequence_parallel > 1 and getattr(self, name):
-                raise ValueError(f"{flag(name)} does not work with --sequence-parallel; do it in a run of its own.")
+        if self.sequence_parallel > 1 and (self.transfer_steps or self.distill):
+            raise ValueError("--transfer-steps and --distill do not work with --sequence-parallel; use another run.")
         if self.early_stop is not None:
             self.keep = "best"
 

@@ -1,25 +1,16 @@
-"""Embedding models as sentence-transformers describes them; retrieval data; and how good a ranking is."""
+"""Retrieval data, in BEIR layout or from SQuAD, and how good a ranking is."""
 
 import json
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .data import SUBSET_SEED
-from .loop import peak_memory
-from .models import load_tokenizer, read_config
-from .options import CommonOptions
-from .session import Session
 
 CUT = 10  # places of a ranking that count
 
@@ -69,24 +60,19 @@ def _some(names: list[str], most: int | None) -> list[str]:
 
 def read_beir(folder: Path, split: str) -> Retrieval:
     """corpus.jsonl (_id, text, title), queries.jsonl (_id, text) and qrels/SPLIT.tsv (query, document, gain)."""
-    judged = folder / "qrels" / f"{split}.tsv"
-    if not judged.is_file():
-        there = ", ".join(sorted(path.name for path in folder.glob("qrels/*.tsv"))) or "none"
-        raise ValueError(f"{folder} has no qrels/{split}.tsv; it has {there}. Choose one with --split.")
-    documents, queries = ({}, {})
-    for texts, name in ((documents, "corpus.jsonl"), (queries, "queries.jsonl")):
-        for line in (folder / name).read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-                texts[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
-            except (ValueError, KeyError) as error:
-                raise ValueError(f"{folder / name}: {line[:80]!r} has no '_id' and 'text'.") from error
+    documents, queries = (
+        {
+            str(row["_id"]): f"{row.get('title') or ''} {row['text']}".strip()
+            for row in map(json.loads, (folder / name).read_text(encoding="utf-8").splitlines())
+        }
+        for name in ("corpus.jsonl", "queries.jsonl")
+    )
     relevant: dict[str, dict[str, float]] = {}
-    lines = judged.read_text(encoding="utf-8").splitlines()
+    lines = (folder / "qrels" / f"{split}.tsv").read_text(encoding="utf-8").splitlines()
     for line in lines[1:] if lines[0].startswith("query") else lines:
         query, document, gain = line.split("\t")[:3]
         if query not in queries or document not in documents:
-            raise ValueError(f"{judged}: {query!r} is not a query, or {document!r} not a document.")
+            raise ValueError(f"qrels/{split}.tsv: {query!r} is not a query, or {document!r} not a document.")
         if float(gain) > 0:
             relevant.setdefault(query, {})[document] = float(gain)
     return Retrieval(documents, queries, relevant)
@@ -139,72 +125,3 @@ def ranking_metrics(
 
 def _discounted(gains: Sequence[float]) -> float:
     return sum(gain / math.log2(place + 1) for place, gain in enumerate(gains, start=1))
-
-
-def load_encoder(options: CommonOptions, pooling: str | None, normalize: bool, device: torch.device) -> Any:
-    """A SentenceTransformer in float32: as its files say, or else as the options do (by default mean pooling)."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-    from sentence_transformers.util import is_sentence_transformer_model
-
-    name, weights = str(options.model), {"dtype": torch.float32}
-    read_config("--model", options.model)
-    if is_sentence_transformer_model(name):
-        if pooling is not None:
-            raise ValueError(f"--pooling: {name} says in its own files how it pools; leave the option out.")
-        encoder = SentenceTransformer(name, device=str(device), model_kwargs=weights)
-    else:
-        body = Transformer(name, model_kwargs=weights)
-        parts = [body, Pooling(model_inside(body).config.hidden_size, pooling or "mean")]
-        encoder = SentenceTransformer(
-            modules=parts + ([Normalize()] if normalize else []),
-            device=str(device),
-            similarity_fn_name="cosine" if normalize else "dot",
-        )
-    if options.tokenizer is not None:
-        encoder.tokenizer = load_tokenizer(options)
-    return encoder.eval()
-
-
-def model_inside(encoder: Any) -> PreTrainedModel:
-    """The transformers model of a SentenceTransformer."""
-    models = [module for module in encoder.modules() if isinstance(module, PreTrainedModel)]
-    if not models:
-        raise ValueError("This SentenceTransformer holds no transformers model, which this recipe measures.")
-    return models[0]
-
-
-def embed(
-    encoder: Any, texts: Sequence[str], session: Session, *, batch_size: int, prefix: str | None = None
-) -> tuple[Tensor, dict[str, Any]]:
-    """Embeddings of all texts on every process, each of which embeds its share; and the speed of all together.
-
-    The time includes tokenization.
-    """
-    accelerator, (rank, processes) = session.accelerator, session.share()
-    numbers = list(range(rank, len(texts), processes))
-    share = [texts[i] for i in numbers]
-    settings = {"prompt": prefix, "batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
-    if share:
-        encoder.encode(share[:batch_size], **settings)  # the first call is slower
-    accelerator.wait_for_everyone()
-    start = time.perf_counter()
-    own = encoder.encode(share, **settings).cpu() if share else None
-    seconds = time.perf_counter() - start
-    whole = [f"{prefix or ''}{text}" for text in share]
-    encoded = encoder.tokenizer(whole, truncation=True, max_length=encoder.max_seq_length)["input_ids"] if share else []
-    found = {"numbers": numbers, "rows": own, "seconds": seconds, "tokens": sum(map(len, encoded))}
-    parts = gather_object([{**found, "peak": peak_memory(accelerator.device)}])
-    filled = [part for part in parts if part["numbers"]]
-    rows = torch.empty(len(texts), filled[0]["rows"].shape[1])
-    for part in filled:
-        rows[part["numbers"]] = part["rows"].float()
-    seconds, tokens = max(part["seconds"] for part in parts), sum(part["tokens"] for part in parts)
-    tokens = tokens * processes // accelerator.num_processes  # of those that share sequences, each has counted them
-    return rows, {
-        "samples_per_second": len(texts) / seconds,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_bytes": max(part["peak"] for part in parts) or None,
-        "encode_seconds": round(seconds, 3),
-        "tokens_per_text": round(tokens / len(texts), 1),
-    }

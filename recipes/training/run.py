@@ -2,178 +2,381 @@
 
 import dataclasses
 import math
+import shutil
 import time
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import set_seed
+from accelerate.utils import send_to_device, set_seed
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.results import STAGES
 
-from .loop import Loop, as_document, evaluation_loaders, make_optimizer
+from .evaluation import evaluate, evaluation_loaders, peak_memory
 from .models import attention_of, mechanism_parameters, set_attention
+from .optimizer import make_optimizer, rate_factor
 from .options import RunOptions
-from .session import Session, in_session, latest_state, run_recipe
-from .task import Prepared, Task, TrainingOrder, check_share
-from .teaching import Inputs, add_adapters, make_teacher, model_inputs, recorded_transfer, transfer, transfer_document
+from .session import MODEL, PARTIAL, STATES, Session, run_recipe, whole_folder
+from .task import Task, TrainingOrder, check_share
+from .teaching import (
+    add_adapters,
+    make_teacher,
+    model_inputs,
+    recorded_transfer,
+    shared_batches,
+    transfer,
+    transfer_document,
+    without_adapters,
+)
 
-Options = TypeVar("Options", bound=RunOptions)
-ERROR_EXAMPLES = 8  # of a batch on which the error against softmax is measured
 BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", "max_gradient_norm")
+ERROR_EXAMPLES, ERROR_TOKENS = 8, 2048  # at most, of the batch on which the error against softmax is measured
+UNTIMED_STEPS = 3  # the first steps of a process allocate and warm up
 WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # every process has the whole model
 
 
-def main(task: type[Task[Options]], options: type[Options], description: str) -> None:
+def main(task: type[Task], options: type[RunOptions], description: str) -> None:
     """The `main` of a recipe."""
-    run_recipe(options, lambda parsed: run(task(parsed)), description)
+    run_recipe(options, "task", lambda session: train(session, task(session.options)), description)
 
 
-def run(task: Task) -> Path:
-    """Check, train, keep the model, write the result file; returns its path."""
-
-    def work(session: Session) -> None:
-        loop = prepare(session, task)
-        train(loop)
-        finish(loop)
-
-    return in_session(task.options, "task", work)
+def train(session: Session, task: Task) -> None:
+    """Check, train, keep the model, write the result file."""
+    training = Training(session, task)
+    training.start()
+    training.loop()
+    training.finish()
 
 
-def prepare(session: Session, task: Task) -> Loop:
-    """Load model and data. What the user got wrong is told here, before anything is written."""
-    started, options, accelerator = time.perf_counter(), task.options, session.accelerator
-    set_seed(options.seed)
-    with accelerator.main_process_first():  # the others find what it has cached
-        prepared = task.prepare()
-    model = prepared.model
-    set_attention(model, options)
-    order, steps = plan(session, prepared, options)
-    teacher = make_teacher(accelerator.device, model, options)
-    found: dict[str, Any] = {"attention": attention_of(model), "attention_error": None}
-    found["transfer"] = recorded_transfer(options.model)
-    if found["attention"] != "softmax":
-        if any(getattr(module, "optimal", False) for module in model.modules()):  # variance="optimal"
-            hf_rfattn.calibrate(model, a_few(prepared, order))
-        found["attention_error"] = {"before": short_error(model, a_few(prepared, order)), "after": None}
-    if options.transfer_steps and not mechanism_parameters(model):
-        raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
-    if options.lora_rank:
-        add_adapters(model, options.lora_rank)
-    optimizer = make_optimizer(model, options)
-    help_sharding(accelerator, model, options)
-    if session.sequence_group is not None:
-        hf_rfattn.shard_sequence(model, session.sequence_group)
-    return Loop(session, task, prepared, order, steps, model, optimizer, teacher, started, found)
+@dataclass
+class Progress:
+    """Where a run is; part of its state.
+
+    `history`: metrics by step, with the mean loss since the evaluation before. `seconds`, `timed_steps` and `tokens`:
+    of timed training steps, over all processes; `wall_seconds` is everything.
+    """
+
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int | None = None
+    loss_sum: float = 0.0  # since the last evaluation
+    loss_steps: int = 0
+    seconds: float = 0.0
+    wall_seconds: float = 0.0
+    timed_steps: int = 0
+    tokens: int = 0
+    peak_memory_bytes: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
-def train(loop: Loop) -> None:
-    """Attention transfer if asked for, then the loop, from the last state if there is one; keeps the model."""
-    session, task, prepared = loop.session, loop.task, loop.prepared
-    accelerator, options = session.accelerator, task.options
-    session.open_output()
-    state = latest_state(session.output) if options.resume else None
-    loop.evaluation = evaluation_loaders(session, prepared, options.eval_batch_size)
-    before_training(loop, fresh=state is None)
-    if options.gradient_checkpointing:
-        prepared.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    loop.model, loop.optimizer = accelerator.prepare(prepared.model, loop.optimizer)
-    set_seed(options.seed, device_specific=True)  # from here on each process draws its own random numbers
-    accelerator.register_for_checkpointing(loop.progress)
-    if state is not None:
-        loop.load_state(state)
-    session.say(
-        f"{task.name}: {len(prepared.examples['train'])} examples, {loop.steps} steps of {options.batch_size} on "
-        f"{accelerator.num_processes} process(es), {accelerator.device.type}"
-        + (f", from step {loop.progress.step}" if state else "")
-    )
-    if options.report_to:
-        accelerator.init_trackers("hf-rfattn", config={k: str(v) for k, v in vars(options).items()})
-    loop.run()
-    if options.keep == "last":
-        loop.save_model()
+class Training:
+    """One run of training: `start`, `loop` and `finish` are called in this order, on every process."""
 
+    def __init__(self, session: Session, task: Task):
+        """Load model and data. What the user got wrong is told here, before anything is written."""
+        self.started = time.perf_counter()
+        self.session, self.task, self.options = session, task, task.options
+        self.accelerator = accelerator = session.accelerator
+        options = self.options
+        set_seed(options.seed)
+        with accelerator.main_process_first():  # the others find what it has cached
+            self.prepared = prepared = task.prepare()
+        self.model: Any = prepared.model  # later what accelerate makes of it
+        self.use_cache = getattr(self.model.config, "use_cache", False)
+        self.model.config.use_cache = False  # a cache would keep the whole graph
+        set_attention(self.model, options)
+        check_share(options.batch_size, session.share()[1], options.accumulate)
+        lengths = prepared.train["length"][:] if options.group_by_length else None
+        self.order = TrainingOrder(len(prepared.train), options.batch_size, options.seed, lengths)
+        self.steps = options.max_steps or math.ceil(options.epochs * self.order.size / options.batch_size)
+        self.teacher = make_teacher(accelerator.device, self.model, options)
+        self.transfer, self.error = recorded_transfer(options.model), None
+        self.attention = attention_of(self.model)
+        count = max(1, min(ERROR_EXAMPLES, ERROR_TOKENS // prepared.max_length))
+        self.few = model_inputs(prepared.train, prepared.collate, self.order.epoch(0)[:count])
+        if self.attention != "softmax":
+            if any(getattr(module, "optimal", False) for module in self.model.modules()):  # variance="optimal"
+                hf_rfattn.calibrate(self.model, self.few)
+            self.error = {"before": short_error(self.model, self.few), "after": None}
+        if options.transfer_steps and not mechanism_parameters(self.model):
+            raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
+        if options.lora_rank:
+            add_adapters(self.model, options.lora_rank)
+        self.optimizer: Any = make_optimizer(self.model, options)
+        help_sharding(accelerator, self.model, options)
+        if session.sequence_group is not None:
+            hf_rfattn.shard_sequence(self.model, session.sequence_group)
+        self.loaders = evaluation_loaders(session, prepared, options.eval_batch_size)
+        self.progress = Progress()
+        self.clock: float | None = None  # since when steps are timed
+        self.tokens = 0  # of timed steps on this process
+        self.loss = torch.zeros((), device=accelerator.device)  # summed over steps since it was last read
+        self.unread = 0  # such steps
 
-def before_training(loop: Loop, fresh: bool) -> None:
-    """Attention transfer; the history of a run that is not resumed begins with evaluations before and after it."""
-    session, prepared, options = loop.session, loop.prepared, loop.options
-    prepared.model.to(session.accelerator.device)
-
-    def look(stage: str) -> None:
-        if options.evaluate_first and fresh:
-            metrics = as_document(loop.evaluate(prepared.model))
-            loop.progress.history.append({"step": 0, "stage": stage, "metrics": metrics})
-
-    look(STAGES[0])
-    if options.transfer_steps:
-        done = transfer(
-            session,
-            prepared.model,
-            Inputs(prepared.train, prepared.collate, loop.order, session.accelerator),
-            steps=options.transfer_steps,
-            learning_rate=options.transfer_learning_rate,
-            parts=options.transfer_parts,
-            measure=a_few(prepared, loop.order),
+    def start(self) -> None:
+        """Attention transfer if asked for; prepare model and optimizer, and load the last state if there is one."""
+        session, options, accelerator, progress = self.session, self.options, self.accelerator, self.progress
+        session.open_output()
+        state = max((session.output / STATES).glob("step-*"), default=None) if options.resume else None
+        self.model.to(accelerator.device)
+        self._evaluate_stage(0, fresh=state is None)
+        if options.transfer_steps:
+            batches = shared_batches(session, self.prepared.train, self.prepared.collate, self.order)
+            self.transfer = transfer_document(transfer(session, self.model, batches, self.few), options.batch_size)
+            self._evaluate_stage(1, fresh=state is None)
+        if options.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        set_seed(options.seed, device_specific=True)  # from here on each process draws its own random numbers
+        accelerator.register_for_checkpointing(progress)
+        if state is not None:
+            accelerator.load_state(str(state))
+        session.say(
+            f"{self.task.name}: {len(self.prepared.examples['train'])} examples, {self.steps} steps of "
+            f"{options.batch_size} on {accelerator.num_processes} process(es), {accelerator.device.type}"
+            + (f", from step {progress.step}" if state else "")
         )
-        loop.found["transfer"] = transfer_document(done, options.batch_size)
-        look(STAGES[1])
+        if options.report_to:
+            accelerator.init_trackers("hf-rfattn", config={k: str(v) for k, v in vars(options).items()})
 
+    def _evaluate_stage(self, stage: int, fresh: bool) -> None:
+        """The history of a run that is not resumed may begin with evaluations before and after transfer."""
+        if self.options.evaluate_first and fresh:
+            self.progress.history.append({"step": 0, "stage": STAGES[stage], "metrics": self._metrics()})
 
-def finish(loop: Loop) -> None:
-    """The result file of the run, and the card of its model."""
-    session, task, prepared, progress = loop.session, loop.task, loop.prepared, loop.progress
-    options, source, accelerator = task.options, prepared.source, session.accelerator
-    if not accelerator.is_main_process:
-        return
-    model = hf_rfattn.shard_sequence(accelerator.unwrap_model(loop.model), None)
-    whole = accelerator.distributed_type in WHOLE
-    if loop.found["attention_error"] and whole and loop.kept_step == progress.step:  # this is the model that was kept
-        loop.found["attention_error"]["after"] = short_error(model, a_few(prepared, loop.order))
-    measured = {
-        "task": f"made-up {task.name}" if source.is_sample else task.name,  # no score of the real task
-        "task_type": task.task_type,
-        "dataset": source.document(", ".join(prepared.evaluation), prepared.examples),
-        "metrics": loop.kept_metrics,
-        "main_metric": task.main_metric,
-        "budget": budget(options, prepared, loop.steps),
-        "samples_per_second": progress.samples / progress.seconds if progress.samples else None,
-        "tokens_per_second": progress.tokens / progress.seconds if progress.samples else None,
-        "peak_memory_bytes": progress.peak_memory_bytes or None,
-        "wall_time_seconds": round(progress.wall_seconds, 3),
-        "train_seconds": round(progress.seconds, 3),
-        "distributed": accelerator.distributed_type.value,
-        "mixed_precision": accelerator.mixed_precision,
-        "parameters": sum(p.numel() for p in prepared.model.parameters()),
-        "steps_done": progress.step,
-        "stopped_early": progress.stopped_early,
-        "kept_step": loop.kept_step,
-        "history": progress.history,
-        "options": dataclasses.asdict(options),
-        **loop.found,
-    }
-    session.finish(measured, task.name)
+    def loop(self) -> None:
+        """Train to the end, or until early stopping, and keep the model."""
+        progress, first = self.progress, self.progress.step
+        self.model.train()
+        batches = self._batches()
+        with self.session.bar("training", self.steps, first) as bar:
+            while progress.step < self.steps and not self._stuck():
+                if progress.step - first == UNTIMED_STEPS:
+                    self.clock = time.perf_counter()
+                self._step(batches)
+                progress.step += 1
+                progress.timed_steps += self.clock is not None
+                if progress.step % self.options.log_every == 0:
+                    bar.set_postfix_str(self._read_loss(), refresh=False)
+                bar.update()
+                self._between_steps()
+        self._settle()
+        if self.options.keep == "last":
+            self._save_model()
 
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        """This process's share of the data from the current step on, on its device."""
+        rank, processes = self.session.share()
+        loader = DataLoader(
+            self.prepared.train,
+            batch_sampler=self.order.share(self.progress.step, self.steps, rank, processes, self.options.accumulate),
+            collate_fn=self.prepared.collate,
+            pin_memory=self.accelerator.device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # or the iterator would draw from the global one
+        )
+        for batch in loader:
+            if self.clock is not None:  # padding does not count
+                self.tokens += int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum())
+            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
 
-def plan(session: Session, prepared: Prepared, options: RunOptions) -> tuple[TrainingOrder, int]:
-    """The order of the data, and how many steps to take."""
-    size = len(prepared.train)
-    lengths = prepared.train["length"][:] if options.group_by_length else None
-    check_share(options.batch_size, session.share()[1], options.accumulate)
-    steps = options.max_steps or math.ceil(options.epochs * size / options.batch_size)
-    return TrainingOrder(size, options.batch_size, options.seed, lengths), steps
+    def _step(self, batches: Iterator[dict[str, Tensor]]) -> None:
+        """One step of the optimizer, in as many passes as accumulation asks for."""
+        accelerator, options, step = self.accelerator, self.options, self.progress.step
+        factor = rate_factor(step, self.steps, options.warmup, options.scheduler)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        if options.redraw_every and step and step % options.redraw_every == 0:
+            hf_rfattn.redraw(self.model)  # depends on the seed and the number of the draw: the same on every process
+        for _ in range(options.accumulate):
+            batch = next(batches)
+            with accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss if self.teacher is None else self.teacher.loss(self.model, batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and options.max_gradient_norm:
+                    accelerator.clip_grad_norm_(self.model.parameters(), options.max_gradient_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.loss += loss.detach() / options.accumulate
+        self.unread += 1
 
+    def _read_loss(self) -> str:
+        """The mean loss since the last reading, over all processes. It waits for the device: not to be done often."""
+        if not self.unread:
+            return ""
+        progress = self.progress
+        loss = float(self.accelerator.reduce(self.loss, reduction="mean")) / self.unread
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss became {loss} before step {progress.step}. Try a lower --learning-rate, more --warmup, or "
+                "--mixed-precision no."
+            )
+        progress.loss_sum += loss * self.unread
+        progress.loss_steps += self.unread
+        self.loss.zero_()
+        self.unread = 0
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.accelerator.log({"train/loss": loss, "train/learning_rate": rate}, step=progress.step)
+        return f"loss {loss:.4f}"
 
-def budget(options: RunOptions, prepared: Prepared, steps: int) -> dict[str, Any]:
-    """What runs must share to be compared; nothing in it depends on the attention."""
-    return {
-        "steps": steps,
-        "epochs": round(steps * options.batch_size / len(prepared.train), 4),
-        "train_samples": len(prepared.examples["train"]),
-        **{name: getattr(options, name) for name in BUDGET},
-        "max_length": prepared.max_length,
-    }
+    def _between_steps(self) -> None:
+        """Evaluate, keep the best and save the state, where due. The time of it is not that of training.
+
+        A new best model is followed by a state, so that a resumed run knows which model is there.
+        """
+        options, step, timed = self.options, self.progress.step, self.clock is not None
+        every = options.evaluate_every or math.ceil(self.order.size / self.order.batch_size)
+        evaluation_due = step == self.steps or step % every == 0
+        save_due = options.save_every and (step == self.steps or step % options.save_every == 0)
+        if not (evaluation_due or save_due):
+            return
+        self._read_loss()
+        self._settle()
+        if evaluation_due and self._is_best() and options.keep == "best":
+            self._save_model()
+            save_due = options.save_every
+        if save_due or (options.save_every and self._stuck()):
+            self._settle()
+            self._save_state()
+        self.clock = time.perf_counter() if timed else None
+
+    def _metrics(self) -> dict[str, Any]:
+        """Of the model as it is now, on every split."""
+        metrics = evaluate(self.session, self.task, self.model, self.loaders)
+        found = "  ".join(f"{name} {metric['value']:.4f}" for name, metric in metrics.items())
+        self.session.say(f"step {self.progress.step}: {found}")
+        return metrics
+
+    def _is_best(self) -> bool:
+        """Evaluate; whether the model is the best so far."""
+        progress, name, metrics = self.progress, self.task.main_metric, self._metrics()
+        best = self._recorded(progress.best_step)
+        loss = progress.loss_sum / max(1, progress.loss_steps)
+        progress.loss_sum, progress.loss_steps = 0.0, 0
+        progress.history.append({"step": progress.step, "train_loss": loss, "metrics": metrics})
+        self.accelerator.log({f"eval/{k}": metric["value"] for k, metric in metrics.items()}, step=progress.step)
+        sign = -1 if metrics[name]["lower_is_better"] else 1
+        if best is not None and sign * metrics[name]["value"] <= sign * best[name]["value"]:
+            return False
+        progress.best_step = progress.step
+        return True
+
+    def _recorded(self, step: int | None) -> Any:
+        """The metrics at a step of the training."""
+        return next((entry["metrics"] for entry in self.progress.history if step and entry["step"] == step), None)
+
+    def _stuck(self) -> bool:
+        """Whether so many evaluations have passed since the best one that training stops early."""
+        best, patience = self.progress.best_step, self.options.early_stop
+        later = sum(entry["step"] > best for entry in self.progress.history) if best is not None else 0
+        return patience is not None and later >= patience
+
+    def _settle(self) -> None:
+        """Stop the clock, and add what the processes have counted to the progress of the run."""
+        accelerator, progress = self.accelerator, self.progress
+        if self.clock is not None:
+            if accelerator.device.type == "cuda":
+                torch.cuda.synchronize(accelerator.device)  # what the device still has to do belongs to the time
+            progress.seconds += time.perf_counter() - self.clock
+            self.clock = None
+        counts = torch.tensor([self.tokens, peak_memory(accelerator.device)], device=accelerator.device)
+        tokens, peaks = accelerator.gather(counts).view(-1, 2).unbind(1)
+        progress.tokens += int(tokens.sum()) // self.session.sequence_parallel  # all that share a sequence count it
+        progress.peak_memory_bytes = max(progress.peak_memory_bytes, int(peaks.max()))
+        self.tokens, now = 0, time.perf_counter()
+        progress.wall_seconds += now - self.started
+        self.started = now
+
+    def _save_model(self) -> None:
+        """Save model and tokenizer, whole or not at all. Every process must call this: shards are gathered."""
+        weights = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.is_main_process:
+            model = self.accelerator.unwrap_model(self.model)
+            weights = without_adapters(model, weights)
+            for name, source in self.prepared.model.all_tied_weights_keys.items():  # gathered shards come as copies
+                if source in weights:
+                    weights[name] = weights[source]
+            with whole_folder(self.session.output / MODEL) as partial:
+                model.config.use_cache = self.use_cache
+                model.save_pretrained(partial, state_dict=weights)
+                model.config.use_cache = False
+                self.prepared.tokenizer.save_pretrained(partial)
+        self.accelerator.wait_for_everyone()
+
+    def _save_state(self) -> None:
+        """Write a state under another name, rename it, delete the one before. Every process must call this."""
+        accelerator, states = self.accelerator, self.session.output / STATES
+        target = states / f"step-{self.progress.step:08}"
+        if target.exists():  # the run has just resumed from it
+            return
+        partial = states / f"{PARTIAL}{target.name}"
+        if accelerator.is_main_process:
+            for leftover in states.glob(f"{PARTIAL}*"):
+                shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            partial.rename(target)
+            for other in states.glob("step-*"):
+                if other != target:
+                    shutil.rmtree(other)
+        accelerator.wait_for_everyone()
+
+    def finish(self) -> None:
+        """The result file of the run, and the card of its model."""
+        task, prepared, progress = self.task, self.prepared, self.progress
+        options, accelerator = self.options, self.accelerator
+        if not accelerator.is_main_process:
+            return
+        kept = progress.best_step if options.keep == "best" and progress.best_step is not None else progress.step
+        if self.error and accelerator.distributed_type in WHOLE and kept == progress.step:  # this model was kept
+            model = hf_rfattn.shard_sequence(accelerator.unwrap_model(self.model), None)
+            self.error["after"] = short_error(model, self.few)
+        budget = {  # what runs must share to be compared; nothing in it depends on the attention
+            "steps": self.steps,
+            "epochs": round(self.steps * options.batch_size / self.order.size, 4),
+            "train_samples": len(prepared.examples["train"]),
+            **{name: getattr(options, name) for name in BUDGET},
+            "max_length": prepared.max_length,
+        }
+        samples, seconds = progress.timed_steps * options.batch_size, progress.seconds
+        measured = {
+            "task": task.name,
+            "task_type": task.task_type,
+            "dataset": prepared.source.document(", ".join(prepared.evaluation), prepared.examples),
+            "metrics": self._recorded(kept),
+            "main_metric": task.main_metric,
+            "budget": budget,
+            "samples_per_second": samples / seconds if samples else None,
+            "tokens_per_second": progress.tokens / seconds if samples else None,
+            "peak_memory_bytes": progress.peak_memory_bytes or None,
+            "wall_time_seconds": round(progress.wall_seconds, 3),
+            "train_seconds": round(seconds, 3),
+            "distributed": accelerator.distributed_type.value,
+            "mixed_precision": accelerator.mixed_precision,
+            "parameters": sum(p.numel() for p in prepared.model.parameters()),
+            "steps_done": progress.step,
+            "stopped_early": progress.step < self.steps,
+            "kept_step": kept,
+            "history": progress.history,
+            "options": dataclasses.asdict(options),
+            "attention": self.attention,
+            "attention_error": self.error,
+            "transfer": self.transfer,
+        }
+        self.session.finish(measured, task.name)
 
 
 def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: RunOptions) -> None:
@@ -191,11 +394,6 @@ def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: Run
         config["train_micro_batch_size_per_gpu"] = options.batch_size // accelerator.num_processes // options.accumulate
         config["gradient_accumulation_steps"] = options.accumulate
         config["gradient_clipping"] = options.max_gradient_norm
-
-
-def a_few(prepared: Prepared, order: TrainingOrder) -> dict[str, Any]:
-    """The first examples of the training, as a batch without labels."""
-    return model_inputs(prepared.train, prepared.collate, order.epoch(0)[:ERROR_EXAMPLES])
 
 
 def short_error(model: Any, batch: dict[str, Any]) -> dict[str, Any]:

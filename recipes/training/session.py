@@ -29,7 +29,6 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import GradientAccumulationPlugin
-from huggingface_hub import get_token
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm.auto import tqdm
 
@@ -44,16 +43,15 @@ from hf_rfattn.results import (
     write_result,
 )
 
-from .messages import errors_as_messages
+from .messages import script
 from .options import CommonOptions, flag, parse_options
 
 RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
 TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
 PARTIAL = "partial-"
 FREE = {  # what may differ between a run and its continuation, since it does not change what is learnt
-    "resume", "overwrite", "accumulate", "eval_batch_size", "workers", "log_every", "save_every", "report_to",
-    "push_to_hub", "output", "model_name", "model_license", "data_name", "gradient_checkpointing",
-    "sequence_parallel",
+    "resume", "overwrite", "accumulate", "eval_batch_size", "log_every", "save_every", "report_to", "output",
+    "model_name", "model_license", "data_name", "gradient_checkpointing", "sequence_parallel",
 }  # fmt: skip
 PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
 SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
@@ -71,19 +69,26 @@ class Session:
     def output(self) -> Path:
         return Path(self.options.output)
 
+    @property
+    def sequence_parallel(self) -> int:
+        """Number of processes that share each sequence."""
+        return getattr(self.options, "sequence_parallel", 1)
+
     @cached_property
     def sequence_group(self) -> Any:
         """The processes that share sequences with this one, as a device mesh; None if it has its own."""
-        size, processes = sequence_parallel(self.options), self.accelerator.num_processes
+        size, processes = self.sequence_parallel, self.accelerator.num_processes
         if size == 1:
             return None
+        if processes % size:
+            raise ValueError(f"--sequence-parallel {size}: {processes} processes are not groups of that size.")
         shape = (processes // size, size)
         return init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("data", "sequence"))["sequence"]
 
     def share(self) -> tuple[int, int]:
         """Which share of the data this process gets, and of how many; those that share sequences get the same."""
-        size = sequence_parallel(self.options)
-        return self.accelerator.process_index // size, self.accelerator.num_processes // size
+        size = self.sequence_parallel
+        return self.accelerator.process_index // size, max(1, self.accelerator.num_processes // size)
 
     def say(self, text: str) -> None:
         if self.accelerator.is_main_process:
@@ -103,79 +108,66 @@ class Session:
         if self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
             if self.options.overwrite:
-                for name in (STATES, MODEL, TRANSFER):
-                    shutil.rmtree(self.output / name, ignore_errors=True)
+                self._delete(STATES, MODEL, TRANSFER)
                 (self.output / RESULT).unlink(missing_ok=True)
             write_result(dataclasses.asdict(self.options), self.output / RUN)
         self.accelerator.wait_for_everyone()
 
     def finish(self, found: Mapping[str, Any], name: str) -> None:
-        """Write the result, give the saved model its card, publish it if asked for. For the main process."""
-        options, model = self.options, self.output / MODEL
+        """Write the result and the card of the saved model. For the main process."""
+        model = self.output / MODEL
         document = {**self.document, **found, "checkpoint": checkpoint_fingerprint(model)}
         parse_result(document)
         write_result(without_folders(document), model / RESULTS / f"{name}.json")
         if document["attention"] != "softmax":
-            hf_rfattn.write_card(model, repo_id=options.push_to_hub)
+            hf_rfattn.write_card(model)
         write_result(document, self.output / RESULT)
-        for temporary in (STATES, TRANSFER, TOKENIZER):
-            shutil.rmtree(self.output / temporary, ignore_errors=True)
+        self._delete(STATES, TRANSFER, TOKENIZER)
         self.say(f"Written: {model} and {self.output / RESULT}")
-        if options.push_to_hub:
-            self.say(f"Published: {hf_rfattn.publish(model, options.push_to_hub, tell=self.say)}")
+
+    def _delete(self, *names: str) -> None:
+        for name in names:
+            shutil.rmtree(self.output / name, ignore_errors=True)
 
 
-def run_recipe(options: type[CommonOptions], run: Callable[[Any], Path], description: str) -> None:
-    """The `main` of a recipe: its command line, then its work."""
-    with errors_as_messages():
-        parsed = parse_options(options, description=description)
-    run(parsed)
+def run_recipe(options: type[CommonOptions], kind: str, work: Callable[[Session], None], description: str) -> None:
+    """The `main` of a recipe: its command line, then its work in a session."""
+    with script():
+        in_session(parse_options(options, description=description), kind, work)
 
 
-def in_session(options: Any, kind: str, work: Callable[[Session], Any]) -> Path:
+def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path:
     """Do the work of a recipe, unless its folder holds the result already; returns the path of that.
 
     `kind`: of the result document. The work calls `Session.open_output`, then on the main process `Session.finish`.
     """
-    output = Path(options.output)
+    output, accelerator = Path(options.output), make_accelerator(options)
+    document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
+    document |= {"model": options.model_name or name_of(options.model or "from scratch")}
+    document |= {"base_license": options.model_license, "command": command(accelerator)}
+    session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
+    if check_output(options):
+        session.say(f"{output / RESULT} is there: this run is finished.")
+        return output / RESULT
+    quiet(accelerator)
     try:
-        with errors_as_messages():
-            accelerator = make_accelerator(options)
-            if accelerator.num_processes % sequence_parallel(options):
-                raise ValueError(
-                    f"--sequence-parallel {options.sequence_parallel}: {accelerator.num_processes} processes cannot be "
-                    "divided into groups of that size."
-                )
-            document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
-            document |= {"model": options.model_name or name_of(options.model or "from scratch")}
-            document |= {"base_license": options.model_license, "command": command(accelerator)}
-            session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
-            if check_output(options):
-                session.say(f"{output / RESULT} is there: this run is finished.")
-            else:
-                quiet(accelerator)
-                work(session)
-                accelerator.wait_for_everyone()
-                accelerator.end_training()
+        work(session)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(how_to_continue(output)) from None
+        begun = (output / RUN).exists() and not (output / RESULT).exists()
+        raise KeyboardInterrupt("The same command with --resume continues it." if begun else "") from None
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     return output / RESULT
 
 
-def sequence_parallel(options: Any) -> int:
-    return getattr(options, "sequence_parallel", 1)
-
-
 def make_accelerator(options: Any) -> Accelerator:
-    """As the launcher says; without a GPU, on the CPU. What would fail only after training is refused here."""
+    """As the launcher says; without a GPU, on the CPU."""
     on_cpu, tracker = not torch.accelerator.is_available(), getattr(options, "report_to", None)
     precision = getattr(options, "mixed_precision", None)
     if on_cpu and precision == "fp16":
         raise ValueError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no.")
-    if tracker and importlib.util.find_spec(tracker) is None:
+    if tracker and importlib.util.find_spec(tracker) is None:  # which accelerate would leave out without a word
         raise ValueError(f"--report-to {tracker}: it is not installed; pip install {tracker}.")
-    if options.push_to_hub and not get_token():
-        raise ValueError("--push-to-hub needs a token of the Hub: run `hf auth login`, or set HF_TOKEN.")
     return Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
@@ -222,17 +214,14 @@ def check_output(options: CommonOptions) -> bool:
     if not output.exists() or not any(not path.name.startswith(".") for path in output.iterdir()):
         return False
     if not (output / RUN).exists():
-        raise ValueError(
-            f"--output {output} is not empty and was not written by a recipe (it has no {RUN}), so nothing in it is "
-            "changed. Choose a new or empty folder."
-        )
-    before, now = json.loads((output / RUN).read_text(encoding="utf-8")), dataclasses.asdict(options)
+        raise ValueError(f"--output {output} is not empty and was not written by a recipe (it has no {RUN}).")
     if options.overwrite:
         return False
     finished = (output / RESULT).exists()
     if not options.resume:
         state = "a finished run" if finished else "an unfinished run, which --resume continues"
         raise ValueError(f"{output} holds {state}. Choose another --output, or --overwrite it.")
+    before, now = json.loads((output / RUN).read_text(encoding="utf-8")), dataclasses.asdict(options)
     if name := first_difference(before, now):
         raise ValueError(
             f"--resume: the run in {output} began with {flag(name)} {before.get(name)!r}, not {now[name]!r}. Give the "
@@ -244,23 +233,6 @@ def check_output(options: CommonOptions) -> bool:
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first option that makes two runs different ones."""
     return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
-
-
-def latest_state(output: Path) -> Path | None:
-    """The last complete state in a run's folder."""
-    return max((output / STATES).glob("step-*"), default=None)
-
-
-def how_to_continue(output: Path) -> str:
-    """After an interruption."""
-    if not (output / RUN).exists() or (output / RESULT).exists():
-        return ""
-    state = latest_state(output)
-    if state is not None:
-        return f"The same command with --resume continues from step {int(state.name.removeprefix('step-'))}."
-    if (output / TRANSFER).exists():
-        return "The same command with --resume continues the attention transfer."
-    return "The same command with --resume starts it again; with --save-every N it would continue."
 
 
 @contextmanager

@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,14 +15,13 @@ from transformers.pytorch_utils import Conv1D
 import hf_rfattn
 from hf_rfattn.results import RESULTS
 
-from .models import has_new_head, mechanism_parameters, read
+from .models import mechanism_parameters, read, read_config
 from .options import RunOptions
 from .session import TRANSFER, Session
 from .task import Collate, TrainingOrder
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = ("logits", "start_logits", "end_logits")
-SELF = "self"
 
 
 def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[str, Any]:
@@ -33,34 +30,31 @@ def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[st
     return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The share of one process of all examples, batch after batch without labels, in an order that depends on the seed
-    alone.
-    """
-
-    rows: Dataset
-    collate: Collate
-    order: TrainingOrder
-    accelerator: Accelerator
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        for batch in self.order.batches(0):
-            yield model_inputs(self.rows, self.collate, batch[rank::processes])
+def shared_batches(
+    session: Session, rows: Dataset, collate: Collate, order: TrainingOrder | None = None
+) -> Iterator[dict[str, Any]]:
+    """The share of this process of all examples, batch after batch without end and without labels."""
+    order = order or TrainingOrder(len(rows), session.options.batch_size, session.options.seed)
+    rank, processes = session.accelerator.process_index, session.accelerator.num_processes
+    for batch in order.batches(0):
+        yield model_inputs(rows, collate, batch[rank::processes])
 
 
-def transfer(session: Session, model: PreTrainedModel, inputs: Iterable[Any], **arguments: Any) -> hf_rfattn.Conversion:
+def transfer(
+    session: Session, model: PreTrainedModel, inputs: Iterable[Any], measure: Mapping[str, Any], **arguments: Any
+) -> hf_rfattn.Conversion:
     """Teach the mechanisms of a patched model; an interrupted run continues.
 
-    Arguments are those of `hf_rfattn.convert`; None is its default.
+    Further arguments are those of `hf_rfattn.convert`, by default what the options of the recipe say.
     """
     options = session.options
+    if not arguments:
+        arguments = {"steps": options.transfer_steps, "learning_rate": options.transfer_learning_rate}
     given = {name: value for name, value in arguments.items() if value is not None}
     if options.save_every:
         given |= {"checkpoint": session.output / TRANSFER, "save_every": options.save_every}
     with session.accelerator.autocast():
-        done = hf_rfattn.convert(model, None, inputs, **given)
+        done = hf_rfattn.convert(model, None, inputs, measure=measure, **given)
     session.say(str(done))
     return done
 
@@ -130,20 +124,14 @@ def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOpt
     """The model of --distill, beside a student that has not been trained yet."""
     if options.distill is None:
         return None
-    if options.distill == SELF and has_new_head(student, options):
-        raise ValueError(
-            "--distill self: the head of --model is new, so its logits teach nothing. Give the folder of a softmax "
-            "model that was trained on this task."
-        )
-    name = options.model if options.distill == SELF else options.distill
-    model = read("--distill", type(student), str(name), dtype=torch.float32)
-    if options.distill != SELF and hasattr(model.config, "rfattn"):
-        raise ValueError(f"--distill {options.distill!r} is patched; the teacher must be a softmax model.")
+    name = options.model if options.distill == "self" else options.distill
+    config = read_config("--distill", name)
+    if type(student).__name__ not in (config.architectures or ()):
+        raise ValueError(f"--distill: {name!r} has no head for this task. Give a softmax model that was trained on it.")
+    model = read("--distill", type(student), name, dtype=torch.float32)
+    if options.distill != "self" and hasattr(model.config, "rfattn"):
+        raise ValueError(f"--distill: {name!r} is patched; the teacher must be a softmax model.")
     hf_rfattn.unpatch_model(model)
-    for name in ("num_labels", "vocab_size"):
-        there, expected = getattr(model.config, name, None), getattr(student.config, name, None)
-        if there != expected:
-            raise ValueError(f"--distill {options.distill!r}: its {name} is {there}, the student's {expected}.")
     positions, own = hf_rfattn.longest_input(student), hf_rfattn.longest_input(model)
     if options.extend_positions and positions and own and positions > own:
         hf_rfattn.extend_positions(model, positions, options.extend_positions)
@@ -153,10 +141,8 @@ def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOpt
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
     """LoRA beside every matrix of the model's body, which itself is frozen; head and mechanisms are trained whole."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ValueError("--lora-rank needs peft: pip install peft.") from error
+    from peft import LoraConfig, inject_adapter_in_model
+
     body = model.base_model
     inside = {id(m) for m in body.modules()}
     targets = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) in inside]

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import sample
 from support.models import tiny_bert
 from support.recipes import ROOT, environment, make_bert
 from support.zygote import free_port
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 CONFIGS = ROOT / "recipes" / "accelerate"
 OPTIONS = [
-    "--data", "sample", "--max-train-samples", 100, "--max-eval-samples", 37, "--eval-batch-size", 8, "--max-steps", 8,
-    "--batch-size", 16, "--learning-rate", 1e-3, "--evaluate-every", 4, "--warmup", 0,
+    "--data", sample.folder("snli"), "--max-train-samples", 100, "--max-eval-samples", 37, "--eval-batch-size", 8,
+    "--max-steps", 8, "--batch-size", 16, "--learning-rate", 1e-3, "--evaluate-every", 4, "--warmup", 0,
 ]  # fmt: skip
 
 

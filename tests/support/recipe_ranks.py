@@ -18,7 +18,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState, PartialState
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-from training.loop import Loop
+from training.run import Training
 
 record = Path(os.environ.get("RECORD", "."))
 
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = with_fsdp(AcceleratorState.__init__)
     Accelerator.clip_grad_norm_ = with_gradients(Accelerator.clip_grad_norm_)
-    Loop.run = with_buffers(Loop.run)
-    Loop._step = with_end(Loop._step)
+    Training.loop = with_buffers(Training.loop)
+    Training._step = with_end(Training._step)
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

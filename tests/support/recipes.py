@@ -10,9 +10,11 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import processors
-from training import sample
-from training.run import run
+from training.messages import script
+from training.run import train
+from training.session import in_session
 
+from support import sample
 from support.word_tokenizers import word_level
 
 ROOT = Path(__file__).parents[2]
@@ -74,10 +76,14 @@ def _save(model, words, folder):
 
 
 def run_here(task_class, options_class, **fields):
-    """A recipe in this process; returns its result document."""
+    """A recipe in this process; returns its result document. `data="sample"`: the sample in the schema of its task."""
     forget_processes()
     try:
-        return json.loads(run(task_class(options_class(**fields))).read_text())
+        task = task_class(options_class(**fields))
+        if task.options.data == "sample":
+            task.options.data = sample.folder(task.name)
+        with script():
+            return json.loads(in_session(task.options, "task", lambda session: train(session, task)).read_text())
     finally:
         forget_processes()
 

@@ -2,15 +2,21 @@
 
 Classification: an ordinal points at one of six words, and the label is the kind of that word. Each kind occurs equally
 often in every example, so the words by themselves say nothing: only looking at the place that the ordinal names does.
-Acceptability (cola): a sentence of English, in half of the examples with two neighbouring words swapped. Pretrained
-models know what goes with what, so they learn it in few steps; words and their places alone say next to nothing.
 Question answering: the ordinal points into a first list; the answer is the same word in a second list, whose order is
 another. Language modelling: every line says a random list of words twice; the second time can be looked up.
 All words are single tokens of the common vocabularies.
 """
 
+import atexit
+import functools
 import random
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 PLACES = ("first", "second", "third", "fourth", "fifth", "sixth")
 KINDS = (
@@ -21,16 +27,12 @@ KINDS = (
 THINGS = ("bread", "water", "stone", "paper", "glass", "silver", "iron", "wood", "salt", "sugar", "milk", "gold")
 ANSWERS, NOTHING = THINGS[:4], "nothing"
 LIST_LENGTH = 6  # words of a line of the language model
-NOUNS = ("child", "teacher", "river", "garden", "letter", "dog", "doctor", "window", "farmer", "ship", "queen", "road")
-ADJECTIVES = ("old", "young", "small", "large", "quiet", "red", "green", "happy", "strange", "cold")
-VERBS = ("saw", "followed", "painted", "found", "watched", "carried", "remembered", "left")
-PREPOSITIONS = ("near", "behind", "with", "without", "under", "beside")
-OPENINGS = ("yesterday", "at night", "in the morning", "after a while", "this time", "once again", "on the way home")
 SIZES = {"train": 6000, "validation": 400, "test": 400}
 SEED = 20_240_601
 
 # column of the list of words, column of the ordinal (None: both stand in one sentence), number of kinds
 CLASSIFICATION = {
+    "cola": ("sentence", None, 2),
     "sst2": ("sentence", None, 2),
     "mrpc": ("sentence1", "sentence2", 2),
     "stsb": ("sentence1", "sentence2", 0),
@@ -41,6 +43,18 @@ CLASSIFICATION = {
     "wnli": ("sentence1", "sentence2", 2),
     "snli": ("premise", "hypothesis", 3),
 }
+
+
+@functools.cache
+def folder(schema: str) -> str:
+    """A folder of parquet files named by split, as `--data` takes it."""
+    found = Path(tempfile.mkdtemp(prefix="sample-")) / schema
+    atexit.register(shutil.rmtree, found.parent, ignore_errors=True)
+    found.mkdir()
+    splits = ["train", "validation", "test"]
+    for split in [*splits, *(["validation_matched", "validation_mismatched"] if schema == "mnli" else [])]:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(make(schema, split)), found / f"{split}.parquet")
+    return str(found)
 
 
 def make(schema: str, split: str) -> list[dict[str, Any]]:
@@ -54,15 +68,13 @@ def make(schema: str, split: str) -> list[dict[str, Any]]:
     if size is None:
         raise ValueError(f"sample has no split {split!r}; it has {', '.join(SIZES)}.")
     rng = random.Random(f"{SEED} {schema} {split}")
-    if schema == "cola":
-        return [judge(i, rng) for i in range(size)]
     if schema in CLASSIFICATION:
         return [classify(schema, i, rng) for i in range(size)]
     if schema in ("squad", "squad_v2"):
         return [ask(i, rng, answerable=schema == "squad" or rng.random() < 2 / 3) for i in range(size)]
     if schema == "wikitext":
         return [{"text": repeat(rng)} for _ in range(size)]
-    raise ValueError(f"sample has no schema {schema!r}; it has cola, {', '.join(CLASSIFICATION)}, squad, wikitext.")
+    raise ValueError(f"sample has no schema {schema!r}; it has {', '.join(CLASSIFICATION)}, squad, wikitext.")
 
 
 def classify(schema: str, idx: int, rng: random.Random) -> dict[str, Any]:
@@ -76,27 +88,6 @@ def classify(schema: str, idx: int, rng: random.Random) -> dict[str, Any]:
     if place_column is None:
         texts = {words_column: f"{PLACES[place]} : {words}"}
     return {**texts, "label": 5.0 * kinds[place] if schema == "stsb" else kinds[place], "idx": idx}
-
-
-def judge(idx: int, rng: random.Random) -> dict[str, Any]:
-    """A sentence of random length; label 0 if two of its words have changed places (never two adjectives)."""
-
-    def phrase() -> list[str]:
-        return ["the", *rng.sample(ADJECTIVES, rng.choice((0, 0, 1, 2))), rng.choice(NOUNS)]
-
-    words = rng.choice(OPENINGS).split() if rng.random() < 0.6 else []
-    words += phrase()
-    if rng.random() < 0.4:
-        words += [rng.choice(PREPOSITIONS), *phrase()]
-    words += [rng.choice(VERBS), *phrase()]
-    for _ in range(rng.choice((0, 1, 1, 2))):
-        words += [rng.choice(PREPOSITIONS), *phrase()]
-    label = rng.randrange(2)
-    if label == 0:
-        pairs = [i for i in range(1, len(words) - 1) if not {words[i], words[i + 1]} <= set(ADJECTIVES)]
-        i = rng.choice(pairs)
-        words[i], words[i + 1] = words[i + 1], words[i]
-    return {"sentence": f"{' '.join(words)} .", "label": label, "idx": idx}
 
 
 def ask(idx: int, rng: random.Random, answerable: bool) -> dict[str, Any]:
