@@ -486,10 +486,18 @@ def test_all_tensors_are_on_the_device(gpu, variant, form, monkeypatch):
 
 
 def test_predicted_costs_follow_from_shapes():
-    device = gpu_prediction.DEVICES[0]
-    favor, band = (gpu_prediction.paths()[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
+    device, length = gpu_prediction.DEVICES[0], 4096
+    paths = gpu_prediction.paths(length)
+    favor, band = (paths[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
     assert sum(kernel.operations for kernel in favor) == 8 * 64 * 64  # two products with keys, two with queries
     assert sum(kernel.operations for kernel in band) == 4 * 64 * 3 * 128  # three blocks of keys
-    length = gpu_prediction.break_even(favor, False, device)
-    flash = 4 * 64 * length / device.rate
-    assert flash == pytest.approx(sum(kernel.seconds(device) for kernel in favor), rel=0.05)
+    far = 4 * 64 * length / 16  # block means at this length
+    assert far in [kernel.operations for kernel in paths["multipole, 128 exact keys, fused", False]]
+    for path in paths:
+        found = gpu_prediction.break_even(path, device)
+        assert (found is None) == (path == ("multipole, 128 exact keys, fused", True))
+        if found is None:
+            continue
+        for length, faster in ((found, True), (0.9 * found, False)):
+            seconds = sum(kernel.seconds(device) for kernel in gpu_prediction.paths(length)[path])
+            assert (seconds <= gpu_prediction.flash(length, path[1], 64).seconds(device)) == faster
