@@ -53,7 +53,8 @@ compare: $(VENV)/.recipes
 
 bench: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench ops $(ARGS)
-	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench model $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench model --model bert $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench model --model gpt2 --lengths 128,512,1024 $(ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench decode $(ARGS)
 
 readme: $(VENV)/.recipes

@@ -22,8 +22,9 @@ from comparison.summary import KIND, over_seeds, summarise
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
-from hf_rfattn.bench import compile_time, decode, model, ops
 from hf_rfattn.bench import gpu_prediction as predicted
+from hf_rfattn.bench.report import report as benchmark_report
+from hf_rfattn.bench.report import speed_table
 from hf_rfattn.results import (
     SOFTMAX,
     Block,
@@ -49,11 +50,10 @@ COMPARED = ("transfer", "stories")  # comparisons that the README shows
 WITH_SPEED = ("long_reviews",)  # comparisons whose models `bench model` has timed: shown with the evaluations
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
-    "bench ops": ("One attention layer: speed over softmax", ops),
-    "bench model": ("A whole model: speed over softmax, and memory", model),
-    "bench decode": ("Generation", decode),
-    "bench sharding": ("One sequence over several processes: bytes sent and memory", measure_sharding),
-    "bench compile": ("torch.compile: seconds of the first call at each length", compile_time),
+    "bench ops": ("One attention layer", benchmark_report),
+    "bench model": ("A whole model: time and memory", benchmark_report),
+    "bench decode": ("Generation: time of a token and memory of the cache", benchmark_report),
+    "bench sharding": ("One sequence over several processes: bytes sent and memory", measure_sharding.report),
 }
 
 Documents = dict[str, dict[str, Any]]  # result files by their path below recipes/results
@@ -224,29 +224,27 @@ def labels(document: dict[str, Any]) -> dict[str, str]:
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
     """The report of each benchmark."""
-    for kind, (title, benchmark) in BENCHMARKS.items():
+    for kind, (title, report_of) in BENCHMARKS.items():
         for name, document in documents.items():
             if document["kind"] == kind:
                 about = document.get("model", {}).get("name")
                 command = document.get("command") or f"hf-rfattn {kind}"
                 yield Heading(f"{title} ({about})" if about else title, 3)
                 yield Paragraph(f"On {measured_on(document)}; [{name}]({results}{name}), made by `{command}`.")
-                yield from benchmark.report(document, name.removesuffix(".json"))
+                yield from report_of(document, name.removesuffix(".json"))
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer with the fewest features, and whole models: of the result files that are in no subfolder."""
+    """One layer, and whole models: of the result files that are in no subfolder."""
     own = [document for name, document in documents.items() if "/" not in name]
     found = {kind: [document for document in own if document["kind"] == kind] for kind in BENCHMARKS}
     for document in found["bench ops"][:1]:
-        lengths = [length for length in document["lengths"] if length in SHOWN_LENGTHS] or document["lengths"]
-        features = min((each["features"] for each in document["crossovers"] if each["features"]), default=None)
         yield Paragraph(f"**One attention layer**: speed over softmax by length, on {measured_on(document)}.")
-        yield ops.speed_table(document, document["dtypes"][0], lengths, features)
+        yield speed_table(document, SHOWN_LENGTHS)
     for document in found["bench model"]:
         name = document["model"]["name"]
         yield Paragraph(f"**A whole model**, {name}: speed over softmax and memory, on {measured_on(document)}.")
-        yield from (block for block in model.report(document, name) if isinstance(block, Table))
+        yield speed_table(document)
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:

@@ -20,7 +20,8 @@ from hf_rfattn.mechanisms import resolve_config
 from hf_rfattn.mechanisms.registry import mechanism_class
 from hf_rfattn.results import documents
 
-QUICK = ("--batches", "1,2", "--repetitions", 2, "--tokens", 2)
+QUICK = ("--batch", 2, "--repetitions", 2, "--tokens", 2)
+EVERY = ",".join(mechanism_names())
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,21 @@ def gpt2(tmp_path_factory):
 def result(gpt2, tmp_path_factory):
     """One run over every mechanism, through the command line."""
     output = tmp_path_factory.mktemp("bench") / "new" / "folder"
-    text = run("bench", "decode", "--model", gpt2, "--contexts", "64,32", *QUICK, "--threads", 1, "--output", output)
+    text = run(
+        "bench",
+        "decode",
+        "--model",
+        gpt2,
+        "--contexts",
+        "64,32",
+        *QUICK,
+        "--attention",
+        EVERY,
+        "--threads",
+        1,
+        "--output",
+        output,
+    )
     return json.loads((output / "decode.json").read_text()) | {"text": text, "output": output}
 
 
@@ -128,38 +143,36 @@ def test_a_result_is_written_whole_or_not_at_all(tmp_path):
 def test_decode_writes_a_result(result):
     assert result["kind"] == "bench decode" and result["schema_version"] == results.SCHEMA_VERSION
     assert result["model"]["type"] == "gpt2" and result["model"]["layers"] == 2 and result["model"]["head_dim"] == 8
-    assert result["hardware"]["threads"] == 1 and result["tokens_per_repetition"] == 2
-    assert result["contexts"] == [32, 64] and result["batches"] == [1, 2]
-    assert result["command"].startswith("hf-rfattn bench decode --contexts 64,32 ")
-    assert str(result["output"]) not in result["command"]
+    assert result["hardware"]["threads"] == 1 and result["settings"]["tokens"] == 2
+    assert result["settings"]["contexts"] == [32, 64] and result["settings"]["model"] != str(result["output"])
+    assert result["command"].startswith("hf-rfattn bench decode --model gpt2")
+    assert " --contexts 64,32 --tokens 2 " in result["command"] and "output" not in result["command"]
     assert result["attention"] == {name: resolve_config(name).to_dict() for name in mechanism_names()}
-    cells = {(c["attention"], c["batch"], c["context"]) for c in result["cells"]}
+    cells = {(c["attention"], c["batch"], c["length"]) for c in result["cells"]}
     names = ["softmax", decode.STATIC, *mechanism_names()]
-    assert cells == {(name, batch, context) for name in names for batch in (1, 2) for context in (32, 64)}
-    assert len(cells) == len(result["cells"])
+    assert cells == {(name, 2, context) for name in names for context in (32, 64)}
+    assert len(cells) == len(result["cells"]) and not result["left_out"]
     for cell in result["cells"]:
-        spread = cell["ms_per_token"]
+        spread = cell["milliseconds"]
         assert 0 < spread["lower"] <= spread["median"] <= spread["upper"] and spread["count"] == 2
-        assert cell["tokens_per_second"] == pytest.approx(1000 * cell["batch"] / spread["median"], rel=1e-3)
-        assert cell["tokens_per_second_over_softmax"] == 1 or cell["attention"] != "softmax"
-        assert cell["tokens_per_second_over_static_cache"] == 1 or cell["attention"] != decode.STATIC
+        assert cell["speed_over_softmax"] == 1 or cell["attention"] != "softmax"
+        assert cell["path"] == "torch" and "first_call_seconds" not in cell
     assert (result["output"] / "decode.png").read_bytes().startswith(b"\x89PNG")
     for name in names:
         assert name in result["text"]
-    assert "Bytes of cache, one sequence" in result["text"] and str(result["output"] / "decode.json") in result["text"]
+    assert "KiB" in result["text"] and str(result["output"] / "decode.json") in result["text"]
 
 
 def test_bytes_of_caches(result):
     for cell in result["cells"]:
         if cell["attention"] == "softmax":  # layers, keys and values, width, float32
-            assert cell["cache_bytes"] == cell["batch"] * cell["context"] * 2 * 2 * 32 * 4
-    held = {(c["attention"], c["batch"], c["context"]): c["cache_bytes"] for c in result["cells"]}
+            assert cell["cache_bytes"] == cell["batch"] * cell["length"] * 2 * 2 * 32 * 4
+    held = {(c["attention"], c["length"]): c["cache_bytes"] for c in result["cells"]}
     for name in mechanism_names():
-        longer = held[name, 1, 64] - held[name, 1, 32]
+        longer = held[name, 64] - held[name, 32]
         assert (longer > 0) == mechanism_class(resolve_config(name)).holds_all_keys
-        assert held[name, 1, 64] == held[name, 2, 64] // 2
-    assert held["softmax", 1, 64] == 2 * held["softmax", 1, 32]
-    assert held[decode.STATIC, 1, 64] == held["softmax", 1, 64] * 66 // 64  # with room for the tokens that are timed
+    assert held["softmax", 64] == 2 * held["softmax", 32]
+    assert held[decode.STATIC, 64] == held["softmax", 64] * 66 // 64  # with room for the tokens that are timed
 
 
 @pytest.mark.parametrize("name", ["softmax", *mechanism_names()])
@@ -186,7 +199,6 @@ def test_a_lengthened_cache_is_that_of_a_real_prompt(name):
         room = (context,) if site.rf.holds_all_keys else ()
         state = site.rf.new_state(batch, site.rf.head_dim, torch.float32, "meta", *room)
         assert cache_bytes(real) == 2 * batch * cost.memory == 2 * sum(x.nbytes for x in state.tensors())
-        assert decode.softmax_bytes(model, batch, context) == 2 * batch * cost.softmax_memory
 
 
 @pytest.mark.parametrize("name", ["softmax", decode.STATIC, "fmm"])
@@ -232,23 +244,6 @@ def test_windows_and_layers_left_alone():
         assert decoder.cache.layers[1].get_seq_length() == 42
 
 
-def test_softmax_is_skipped_where_it_does_not_fit(gpt2, monkeypatch, tmp_path):
-    room = 64 * 2 * 2 * 32 * 4 * 2  # bytes: a cache of 64 tokens with a copy of both layers, not two of them
-    monkeypatch.setattr(decode, "free_memory", lambda device: room)
-    arguments = ("--contexts", "32,64", *QUICK, "--attention", "favor+", "--output", tmp_path)
-    text = run("bench", "decode", "--model", gpt2, *arguments)
-    result = json.loads((tmp_path / "decode.json").read_text())
-    cells = {(c["attention"], c["batch"], c["context"]): c for c in result["cells"]}
-    assert cells["softmax", 2, 64]["skipped"].startswith("needs ") and "ms_per_token" not in cells["softmax", 2, 64]
-    assert cells["favor+", 2, 64]["tokens_per_second_over_softmax"] is None
-    assert "skipped" not in cells["softmax", 1, 32]
-    assert "Not measured: softmax, context 64, batch 2: needs" in text
-
-
-def test_a_mechanism_with_two_names_is_measured_once():
-    assert list(decode.mechanisms(DecodeSettings(attention=["softmax", "performer", "favor+"]))) == ["favor+"]
-
-
 def test_some_mechanisms_only_and_the_default_model(monkeypatch, tmp_path):
     """Names between commas or one by one; without --model a random gpt2, here a small one."""
     small = dict(n_embd=16, n_layer=1, n_head=2, vocab_size=30, bos_token_id=0, eos_token_id=0)
@@ -259,26 +254,26 @@ def test_some_mechanisms_only_and_the_default_model(monkeypatch, tmp_path):
     result = json.loads((tmp_path / "decode.json").read_text())
     assert list(result["attention"]) == ["favor+", "band", "linear"]
     assert result["model"]["name"] == "gpt2-shaped, random weights" and result["model"]["dtype"] == "bfloat16"
-    softmax = next(c for c in result["cells"] if c["attention"] == "softmax" and c["batch"] == 1)
-    assert softmax["cache_bytes"] == 32 * 2 * 16 * 2
+    softmax = next(c for c in result["cells"] if c["attention"] == "softmax")
+    assert softmax["cache_bytes"] == 2 * 32 * 2 * 16 * 2
 
 
 def test_plot_and_tables_need_the_document_alone(result):
     document = json.loads((result["output"] / "decode.json").read_text())
-    figure = decode.plot(document)
-    assert len(figure.axes) == 3 and figure.axes[0].get_xscale() == figure.axes[2].get_yscale() == "log"
+    table, image = decode.report(document, "decode")
+    figure = image.draw()
+    assert len(figure.axes) == 2 and figure.axes[0].get_xscale() == figure.axes[1].get_yscale() == "log"
     lines = {line.get_label(): line for line in figure.axes[0].lines}
-    softmax = [c for c in document["cells"] if c["attention"] == "softmax" and c["batch"] == 1]
-    assert list(lines["softmax"].get_ydata()) == [c["ms_per_token"]["median"] for c in softmax]
-    tables = [block for block in decode.report(document, "decode") if isinstance(block, results.Table)]
-    assert [len(table.rows) for table in tables] == [2 + len(mechanism_names())] * 3  # softmax has two caches
+    softmax = [c for c in document["cells"] if c["attention"] == "softmax"]
+    assert list(lines["softmax"].get_ydata()) == [c["milliseconds"]["median"] for c in softmax]
+    assert len(table.rows) == 2 + len(mechanism_names())  # softmax has two caches
 
 
 def test_the_global_generator_is_left_alone(gpt2):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    quick = {"contexts": [8], "batches": [1], "repetitions": 1, "tokens": 1}
+    quick = {"contexts": [8], "repetitions": 1, "tokens": 1}
     decode.measure(DecodeSettings(attention=["favor+"], model=str(gpt2), **quick))
     assert torch.equal(torch.rand(1), expected)
 
@@ -288,8 +283,8 @@ def test_the_global_generator_is_left_alone(gpt2):
     [
         (("--contexts", "many"), "--contexts 'many' must be whole numbers such as 1024,4096"),
         (("--contexts", "1"), "at least 2 tokens"),
-        (("--contexts", "160"), "This gpt2 has 160 positions, too few for 168 tokens"),
-        (("--batches", "0"), "--batches '0' must be whole numbers"),
+        (("--contexts", "160"), "This gpt2 has 160 positions, too few for 164 tokens"),
+        (("--paths", "slow"), "--paths 'slow' is not possible; choose from torch, compiled, fused."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--dtype", "float8"), "dtype 'float8' is not possible; choose one of float32, bfloat16, float16."),
         (("--device", "abacus"), "device 'abacus' is not possible here."),

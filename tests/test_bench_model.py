@@ -11,7 +11,6 @@ from support.models import tiny_gpt2
 
 from hf_rfattn.bench import loading, model
 from hf_rfattn.bench.loading import load_model, random_tokens, share_weights
-from hf_rfattn.bench.model import rows_of, speed_documents
 from hf_rfattn.bench.settings import ModelSettings
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.mechanisms import resolve_config
@@ -35,27 +34,30 @@ def result(gpt2, tmp_path_factory):
     return json.loads((output / "model_gpt2.json").read_text()) | {"text": text, "output": output}
 
 
+def cells(document, attention):
+    """Of inference."""
+    return [c for c in document["cells"] if c["attention"] == attention and not c["training"]]
+
+
 def test_a_result_is_complete(result):
     assert result["kind"] == "bench model" and result["hardware"]["threads"] == 1
     assert result["model"]["name"] == "me/tiny" and result["model"]["causal"] is True
     assert result["model"]["layers"] == 2 and result["model"]["head_dim"] == 8
-    assert result["lengths"] == [32, 64] and result["batches"] == [2, 2] and result["training"] == [False, True]
+    assert result["settings"]["lengths"] == [32, 64] and result["settings"]["passes"] == [False, True]
     names = ["favor+", "hedgehog", "fmm"]
     assert result["attention"] == {name: resolve_config(name).to_dict() for name in names}
-    cells = {(c["attention"], c["training"], c["length"]) for c in result["cells"]}
-    assert cells == {(n, t, x) for n in ["softmax", *names] for t in (False, True) for x in (32, 64)}
-    assert len(cells) == len(result["cells"])
+    found = {(c["attention"], c["training"], c["length"]) for c in result["cells"]}
+    assert found == {(n, t, x) for n in ["softmax", *names] for t in (False, True) for x in (32, 64)}
+    assert len(found) == len(result["cells"])
     for cell in result["cells"]:
         spread = cell["milliseconds"]
         assert 0 < spread["lower"] <= spread["median"] <= spread["upper"] and spread["count"] == 2
         assert cell["samples_per_second"] == pytest.approx(1000 * 2 / spread["median"], rel=1e-3)
-        assert cell["tokens_per_second"] == pytest.approx(cell["length"] * cell["samples_per_second"], rel=1e-3)
         assert cell["speed_over_softmax"] == 1 or cell["attention"] != "softmax"
         assert cell["features"] == {"softmax": None, "favor+": 8, "hedgehog": 16, "fmm": 8}[cell["attention"]]
         assert cell["step_bytes"] is None or cell["step_bytes"] >= 0
-    assert len(result["crossovers"]) == 3 * 2
     assert result["weights_bytes"] == 4 * result["model"]["parameters"]
-    for text in ("inference", "training step", "hedgehog", "break-even", "model_gpt2.json"):
+    for text in ("inference", "training", "hedgehog", "break-even", "model_gpt2.json"):
         assert text in result["text"]
 
 
@@ -63,12 +65,13 @@ def test_tables_and_plot_need_the_document_alone(result):
     document = json.loads((result["output"] / "model_gpt2.json").read_text())
     table, image = model.report(document, "some_name")
     assert isinstance(table, Table) and len(table.rows) == 4 * 2 and len(table.headings) == 2 + 2 + 1
+    assert {row[0] for row in table.rows} == {"inference", "training"}
     assert isinstance(image, Image) and image.name == "some_name.png"
     figure = image.draw()
     assert len(figure.axes) == 3 and figure.axes[1].get_xscale() == figure.axes[2].get_yscale() == "log"
     lines = {line.get_label(): line for line in figure.axes[0].lines}
-    softmax = rows_of(document, "softmax", False)
-    assert list(lines["softmax"].get_ydata()) == [c["milliseconds"]["median"] / 2 for c in softmax]
+    softmax = cells(document, "softmax")
+    assert list(lines["softmax"].get_ydata()) == [c["milliseconds"]["median"] for c in softmax]
     assert (result["output"] / "model_gpt2.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -80,14 +83,12 @@ def test_documents_for_cards(result):
         assert found.attention == resolve_config(name).to_dict() and "checkpoint" not in document
         for timing in found.lengths:
             softmax, own = (
-                next(c for c in rows_of(result, each, False) if c["length"] == timing.length)
-                for each in ("softmax", name)
+                next(c for c in cells(result, each) if c["length"] == timing.length) for each in ("softmax", name)
             )
             assert timing.softmax_seconds == pytest.approx(softmax["milliseconds"]["median"] / 1000, rel=1e-3)
             assert timing.patched_seconds == pytest.approx(own["milliseconds"]["median"] / 1000, rel=1e-3)
             if own["step_bytes"]:
                 assert timing.patched_peak_bytes == result["weights_bytes"] + own["step_bytes"]
-    assert speed_documents(result | {"batches": [2, 4]}) == {}  # such a document has one batch
 
 
 def test_a_patched_checkpoint_is_measured_as_it_was_saved(tmp_path):
@@ -125,7 +126,7 @@ def test_models_hold_the_same_weights_and_all_of_them_learn(gpt2):
     assert learned.grad is None and shared.grad is None
 
 
-def test_random_weights_and_steps_of_constant_size(monkeypatch, tmp_path):
+def test_random_weights(monkeypatch, tmp_path):
     small = dict(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
     def tiny_bert(length):
@@ -141,10 +142,6 @@ def test_random_weights_and_steps_of_constant_size(monkeypatch, tmp_path):
         "model",
         "--model",
         "bert",
-        "--batch",
-        0,
-        "--tokens",
-        128,
         "--passes",
         "forward",
         *QUICK,
@@ -153,9 +150,13 @@ def test_random_weights_and_steps_of_constant_size(monkeypatch, tmp_path):
     )
     assert torch.equal(torch.rand(1), expected)
     found = json.loads((tmp_path / "model_bert.json").read_text())
-    assert found["model"]["name"] == "bert-shaped, random weights" and found["batches"] == [4, 2]
+    assert (
+        found["model"]["name"]
+        == found["settings"]["model"] + "-shaped, random weights"
+        == "bert-shaped, random weights"
+    )
     assert found["model"]["causal"] is False and list(found["attention"]) == ["favor+"]
-    assert not list(tmp_path.glob("speed_*"))
+    assert [path.name for path in tmp_path.glob("speed_*")] == ["speed_bert_favor+.json"]
 
 
 def test_shapes_are_those_of_bert_base_and_gpt2(monkeypatch):
@@ -187,4 +188,4 @@ def test_models_without_tokens_are_refused(tmp_path):
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="ViTModel takes pixel_values; bench model gives it tokens"):
-        model.measure(ModelSettings(lengths=[32], model=[str(tmp_path)]))
+        model.measure(ModelSettings(lengths=[32], model=str(tmp_path)))

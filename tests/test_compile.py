@@ -8,8 +8,6 @@ from support.models import gradients, hidden, ids, tiny_bert, tiny_llama
 from support.variants import every_mechanism, over
 
 from hf_rfattn import patch_model
-from hf_rfattn.bench import compile_time
-from hf_rfattn.bench.settings import CompileSettings
 
 LENGTHS = (37, 64, 100, 151, 97)
 
@@ -149,11 +147,3 @@ def test_export_with_dynamic_length(name):
         inputs = {"input_ids": ids(2, size), "attention_mask": torch.ones(2, size, dtype=torch.long)}
         inputs["attention_mask"][0, :4] = 0
         torch.testing.assert_close(hidden(program, **inputs), hidden(model, **inputs), rtol=1e-4, atol=1e-5)
-
-
-def test_the_benchmark_of_compile_times():
-    """Softmax and favor+ need two programs for three lengths, and no graph breaks."""
-    result = compile_time.measure(CompileSettings(lengths=(32, 48, 64), backend="eager"))
-    assert [row["attention"] for row in result["rows"]] == ["softmax", "favor+"]
-    for row in result["rows"]:
-        assert row["programs"] == [1, 2, 2] and row["graph_breaks"] == 0

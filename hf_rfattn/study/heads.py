@@ -7,7 +7,6 @@ tokens. A head is near-field if that is half or more, else far-field; `edges` is
 last token.
 """
 
-import math
 import statistics
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,13 +15,21 @@ import torch
 from matplotlib.figure import Figure
 
 from .. import attention_error, calibrate, unpatch_model
+from ..bench.loading import patch_quietly
 from ..mechanisms import mechanism_names, resolve_config
 from ..results import Table
 from ..results.plots import BASELINE
-from .base import Advance, Result, Study
-from .pretrained import Captured, capture, describe, load, patch, read_text
+from .base import Advance, Result, Study, rows_with
+from .pretrained import Captured, capture, describe, load, read_text
 
 NEAR, FAR = "near", "far"
+KINDS = {  # what is shown of each head
+    "near_field": "near field: attention within {} tokens (N: near-field head)",
+    "edges": "attention to the first and last token",
+    "entropy": "entropy of attention (1: uniform)",
+    "norm": "norm of scaled queries and keys",
+}
+COLORS: dict[str, Any] = {"cmap": "cividis", "vmin": 0, "aspect": "auto", "interpolation": "nearest"}
 
 
 @dataclass(frozen=True)
@@ -77,26 +84,24 @@ class HeadsStudy(Study):
     def measure(self, advance: Advance) -> Result:
         text = read_text(self.text_file)
         model, batch = load(self.model, text, self.tokens, self.extend)
-        description = describe(self.model or "", model, text)
-        heads = []
-        for number, captured in enumerate(capture(model, batch)):
-            heads += head_statistics(number, captured, self.bandwidth)
+        result: Result = {"model": describe(self.model, model, text), "tokens": int(batch["input_ids"].numel())}
         advance("entropy and norms")
-        rows, layers = [], {}
+        layers = enumerate(capture(model, batch))
+        result["heads"] = [head for i, layer in layers for head in head_statistics(i, layer, self.bandwidth)]
+        result |= {"rows": [], "layers": {}}
         for label, options in self.estimators.items():
-            config = resolve_config(options)
-            patch(model, config, seed=self.seed)
+            advance(f"error of {label}")
+            patch_quietly(model, resolve_config(options), self.seed)
             if options.get("variance") == "optimal":
                 calibrate(model, batch)
             error = attention_error(model, batch)
-            layers[label] = [round(value, 4) for value in error.overall]
+            result["layers"][label] = [round(value, 4) for value in error.overall]
             for layer, values in enumerate(error.heads):
                 for head, value in enumerate(values):
-                    rows.append({"estimator": label, "layer": layer, "head": head, "error": round(value, 4)})
-            advance(f"error of {label}")
+                    row = {"estimator": label, "layer": layer, "head": head, "error": round(value, 4)}
+                    result["rows"].append(row)
         unpatch_model(model)
-        tokens = int(batch["input_ids"].numel())
-        return {"model": description, "tokens": tokens, "rows": rows, "layers": layers, "heads": heads}
+        return result
 
     @staticmethod
     def table(result: Result) -> Table:
@@ -113,8 +118,7 @@ class HeadsStudy(Study):
 def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[str, Any]]:
     """One row a head."""
     weights = layer.weights()
-    length = weights.shape[-1]
-    position = torch.arange(length)
+    position = torch.arange(weights.shape[-1])
     band = (position[:, None] - position[None]).abs() <= bandwidth
     visible = layer.allowed.sum(-1)
     queries = visible > 1  # a query with one visible key has no entropy to speak of
@@ -131,39 +135,23 @@ def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[s
     ]
 
 
-def _grid(rows: list[dict[str, Any]], value: str) -> list[list[float]]:
-    """A line each layer, nan where it has fewer heads than others."""
-    layers, heads = (1 + max(row[name] for row in rows) for name in ("layer", "head"))
-    grid = [[math.nan] * heads for _ in range(layers)]
-    for row in rows:
-        grid[row["layer"]][row["head"]] = row[value]
-    return grid
-
-
 def _error_figure(result: Result) -> Figure:
     """Mechanisms by layer with numbers, and by head as colours."""
-    labels = list(result["layers"])
-    overall = list(result["layers"].values())
-    grids = [_grid([row for row in result["rows"] if row["estimator"] == label], "error") for label in labels]
-    per_head = [[value for line in grid for value in line] for grid in grids]
+    labels, overall = list(result["layers"]), list(result["layers"].values())
+    per_head = [[row["error"] for row in rows_with(result["rows"], estimator=label)] for label in labels]
     layers, heads = len(overall[0]), len(per_head[0]) // len(overall[0])
     figure = Figure(figsize=(13, 0.29 * len(labels) + 1.9), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(0.45 * layers, 8))
-    style: dict[str, Any] = {"cmap": "cividis", "vmin": 0, "vmax": 1.2, "aspect": "auto", "interpolation": "nearest"}
-    left.imshow(overall, **style)
+    left.imshow(overall, vmax=1.2, **COLORS)
     for i, line in enumerate(overall):
         for j, value in enumerate(line):
-            color = "white" if value < 0.6 else "black"
-            left.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize=7, color=color)
-    image = right.imshow(per_head, **style)
-    for edge in range(1, layers):
-        right.axvline(edge * heads - 0.5, color="white", linewidth=1.5)
+            _write(left, j, i, f"{value:.3g}", value >= 0.6, 7)
+    image = right.imshow(per_head, vmax=1.2, **COLORS)
     left.set_yticks(range(len(labels)), labels)
     left.set_xticks(range(layers))
     left.set(title="by layer", xlabel="layer")
     right.set_xticks([heads * (layer + 0.5) - 0.5 for layer in range(layers)], range(layers))
     right.set(title="by head", xlabel=f"layer ({heads} heads each)")
-    right.tick_params(length=0)
     figure.colorbar(image, ax=right, label="relative error", extend="max", pad=0.01)
     figure.suptitle(f"Error against softmax before training: {result['model']['name']}, {result['tokens']} tokens")
     return figure
@@ -171,27 +159,21 @@ def _error_figure(result: Result) -> Figure:
 
 def _kinds_figure(result: Result) -> Figure:
     """Layer by head: near field, edges, entropy and norm."""
-    titles = {
-        "near_field": f"near field: attention within {result['settings']['bandwidth']} tokens (N: near-field head)",
-        "edges": "attention to the first and last token",
-        "entropy": "entropy of attention (1: uniform)",
-        "norm": "norm of scaled queries and keys",
-    }
-    layers, heads = (1 + max(head[name] for head in result["heads"]) for name in ("layer", "head"))
-    figure = Figure(figsize=(11, max(4.6, 0.62 * layers + 1.8)), layout="constrained")
-    for axes, (value, title) in zip(figure.subplots(2, 2).flat, titles.items(), strict=True):
-        grid = _grid(result["heads"], value)
-        top = None if value == "norm" else 1
-        image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=top, aspect="auto", interpolation="nearest")
+    rows = [rows_with(result["heads"], layer=layer) for layer in range(1 + result["heads"][-1]["layer"])]
+    figure = Figure(figsize=(11, max(4.6, 0.62 * len(rows) + 1.8)), layout="constrained")
+    for axes, (value, title) in zip(figure.subplots(2, 2).flat, KINDS.items(), strict=True):
+        grid = [[head[value] for head in line] for line in rows]
+        image = axes.imshow(grid, vmax=None if value == "norm" else 1, **COLORS)
         if value == "near_field":
-            for head in result["heads"]:
-                if head["kind"] == NEAR:
-                    color = "black" if head[value] > 0.6 else "white"
-                    axes.text(head["head"], head["layer"], "N", ha="center", va="center", fontsize=9, color=color)
-        axes.set_title(title, fontsize=10)
-        axes.set_xticks(range(heads))
-        axes.set_yticks(range(layers))
-        axes.set(xlabel="head", ylabel="layer")
+            for head in rows_with(result["heads"], kind=NEAR):
+                _write(axes, head["head"], head["layer"], "N", head[value] > 0.6, 9)
+        axes.set_title(title.format(result["settings"]["bandwidth"]), fontsize=10)
+        axes.set(xlabel="head", ylabel="layer", xticks=range(len(rows[0])), yticks=range(len(rows)))
         figure.colorbar(image, ax=axes)
     figure.suptitle(f"Heads of {result['model']['name']} on {result['tokens']} tokens")
     return figure
+
+
+def _write(axes: Any, x: int, y: int, text: str, bright: bool, size: int) -> None:
+    """A text in a cell of a picture, legible on its colour."""
+    axes.text(x, y, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")

@@ -18,19 +18,19 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..bench.panels import Panel, draw, lines_of
 from ..bench.timing import Competitor, Spread, interleave, threads
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
 from ..results import Table, number
-from ..results.plots import draw_rows, log_log, title_and_legend
 from .base import Advance, Result, Study, mean_columns, rows_with
 
 ONE, MANY = "one draw", "a draw a transition"
-KINDS = {  # label, colour (Okabe and Ito), marker, line
-    ONE: ("log Z, one draw for all transitions", "#0072B2", "s", "-"),
-    MANY: ("log Z, a draw for each transition", "#D55E00", "D", "-"),
-    "denominators": ("attention, log of denominators", "#666666", "o", "--"),
-    "outputs": ("attention, outputs", "#CC79A7", "X", "--"),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # label and style; colours of Okabe and Ito
+    ONE: ("log Z, one draw for all transitions", {"color": "#0072B2", "marker": "s"}),
+    MANY: ("log Z, a draw for each transition", {"color": "#D55E00", "marker": "D"}),
+    "denominators": ("attention, log of denominators", {"color": "#666666", "marker": "o", "linestyle": "--"}),
+    "outputs": ("attention, outputs", {"color": "#CC79A7", "marker": "X", "linestyle": "--"}),
 }
 VARIES = {
     "states": "|X|, states",
@@ -38,6 +38,7 @@ VARIES = {
     "length": "T, nodes",
     "squared_norm": "|e|², squared norm",
 }
+COLORS = ("#E69F00", "#D55E00", "#CC79A7", "#009E73")
 EXACT_SCALED, EXACT_LOG = "exact, scaled products", "exact, log space"
 
 
@@ -76,25 +77,21 @@ class MrfStudy(Study):
         "repetitions": 5,
     }
 
-    @property
-    def points(self) -> list[tuple[str, Point]]:
-        """What varies, and where."""
-        centre = Point(*self.centre)
-        found = [("states", centre._replace(states=n)) for n in self.states]
-        found += [("features", centre._replace(features=n)) for n in self.features]
-        found += [("length", centre._replace(length=n)) for n in self.lengths]
-        return found + [("squared_norm", centre._replace(squared_norm=n)) for n in self.norms]
-
     def measure(self, advance: Advance) -> Result:
-        rows = []
-        for varies, point in self.points:
-            samples = [self._errors(point, number) for number in range(self.draws)]
-            for kind in KINDS:
-                row = {"varies": varies, **point._asdict(), "kind": kind}
-                rows.append(row | mean_columns("error", [abs(sample[kind]) for sample in samples]))
-            advance(f"error by {varies.replace('_', ' ')}")
+        rows, centre = [], Point(*self.centre)
+        sizes: dict[str, Any] = dict(zip(VARIES, (self.states, self.features, self.lengths, self.norms), strict=True))
+        for varies, values in sizes.items():
+            for point in (centre._replace(**{varies: value}) for value in values):
+                advance(f"error by {varies.replace('_', ' ')}")
+                samples = [self._errors(point, number) for number in range(self.draws)]
+                for kind in KINDS:
+                    row = {"varies": varies, **point._asdict(), "kind": kind}
+                    rows.append(row | mean_columns("error", [abs(sample[kind]) for sample in samples]))
+        times = []
         with threads(self.threads) as count, torch.inference_mode():
-            times = [row for states in self.timed_states for row in self._times(states, advance)]
+            for states in self.timed_states:
+                advance(f"time, {states:,} states")
+                times += self._times(states)
         return {"rows": rows, "times": times, "threads": count}
 
     def _embeddings(self, states: int, squared_norm: float, *seed: int) -> Tensor:
@@ -115,14 +112,13 @@ class MrfStudy(Study):
         phi_map = chain.random_features(point.features, seed=number)
         phi = phi_map("query").exactly(e[None, None]).dense()[0, 0]
         scores, estimate = torch.exp(e @ e.T), phi @ phi.T
-        logs = torch.log(estimate.sum(-1) / scores.sum(-1))
-        found["denominators"] = float(logs.abs().mean())
+        found["denominators"] = float(torch.log(estimate.sum(-1) / scores.sum(-1)).abs().mean())
         v = torch.randn(point.states, self.dim, generator=seeded_generator(self.seed, number), dtype=torch.float64)
         out, approximate = (w / w.sum(-1, keepdim=True) @ v for w in (scores, estimate))
         found["outputs"] = float((approximate - out).norm() / out.norm())
         return found
 
-    def _times(self, states: int, advance: Advance) -> list[dict[str, Any]]:
+    def _times(self, states: int) -> list[dict[str, Any]]:
         unary = torch.randn(self.centre[2], states, generator=seeded_generator(self.seed, states, 1))
         chain = LinearChainMRF(self._embeddings(states, self.centre[3]).float(), length=self.centre[2], unary=unary)
         competitors = {EXACT_SCALED: Competitor(partial(scaled_log_partition, chain))}
@@ -133,13 +129,12 @@ class MrfStudy(Study):
             for form, method in (("messages", "serial"), ("matrices", "matrices")):
                 run = partial(chain.log_partition, features, method=method)  # type: ignore[arg-type]
                 competitors[f"{form}, M = {M}"] = Competitor(run)
-        doing = f"time, {states:,} states"
-        seconds = interleave(competitors, self.repetitions, after_each=lambda name: advance(doing))
-        spreads = {name: Spread.of([1000 * s for s in seconds[name]]) for name in competitors}
-        return [
-            {"states": states, "name": name, "median_ms": spread.median, "low": spread.lower, "high": spread.upper}
-            for name, spread in spreads.items()
-        ]
+        rows = []
+        for name, seconds in interleave(competitors, self.repetitions).items():
+            spread = Spread.of([1000 * s for s in seconds])
+            row = {"states": states, "name": name, "median_ms": spread.median}
+            rows.append(row | {"low": spread.lower, "high": spread.upper})
+        return rows
 
     @staticmethod
     def table(result: Result) -> Table:
@@ -150,11 +145,33 @@ class MrfStudy(Study):
             for size in (rows[0][varies], rows[-1][varies]):
                 errors = {row["kind"]: number(row["error"], 3) for row in rows if row[varies] == size}
                 lines.append([f"{title} = {size:,}", *(errors[kind] for kind in KINDS)])
-        return Table("Error", ["", *(label for label, *_ in KINDS.values())], lines)
+        return Table("Error", ["", *(label for label, _ in KINDS.values())], lines)
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        return {"mrf_error": _error_figure(result), "mrf_time": _time_figure(result)}
+        """Error against each of the four, and time by number of states."""
+        settings = result["settings"]
+        labelled = [row | {"kind": KINDS[row["kind"]][0]} for row in result["rows"]]
+        panels = [
+            Panel("", title, "error", lines_of(rows_with(labelled, varies=x), x, "error", "kind", dict(KINDS.values())))
+            for x, title in VARIES.items()
+        ]
+        states, features, length, norm = settings["centre"]
+        point = f"|X| = {states}, M = {features}, T = {length}, |e|² = {norm:g}"
+        draws = f"n = {settings['dim']}, {settings['draws']} draws, bands: standard error"
+        errors = f"Error of log Z a transition, and of attention, around {point} ({draws})"
+        styles: dict[str, dict[str, Any]] = {EXACT_SCALED: {"color": "black"}}
+        styles[EXACT_LOG] = {"color": "black", "linestyle": ":"}
+        for M, color in zip(settings["timed_features"], COLORS, strict=False):
+            styles[f"messages, M = {M}"] = {"color": color, "marker": "o"}
+            styles[f"matrices, M = {M}"] = {"color": color, "marker": "s", "linestyle": "--"}
+        lines = lines_of(result["times"], "states", "median_ms", "name", styles)
+        where = f"{result['hardware']['cpu']}, threads: {result['threads']}"
+        times = f"Time of log Z of a chain of {length} nodes, {where}"
+        return {
+            "mrf_error": draw(errors, [panels[:2], panels[2:]]),
+            "mrf_time": draw(times, [[Panel("", VARIES["states"], "milliseconds", lines)]], 7),
+        }
 
 
 def scaled_log_partition(chain: LinearChainMRF) -> Tensor:
@@ -175,42 +192,3 @@ def scaled_log_partition(chain: LinearChainMRF) -> Tensor:
         message = message / size
         total = total + size.log()
     return message.sum().log() + total
-
-
-def _error_figure(result: Result) -> Figure:
-    """Error against each of the four."""
-    settings = result["settings"]
-    figure = Figure(figsize=(11, 7.4), layout="constrained")
-    for axes, (varies, title) in zip(figure.subplots(2, 2).flat, VARIES.items(), strict=True):
-        for kind, (label, color, marker, line) in KINDS.items():
-            style = {"color": color, "marker": marker, "linestyle": line, "markersize": 5, "label": label}
-            draw_rows(axes, rows_with(result["rows"], varies=varies, kind=kind), varies, "error", **style)
-        log_log(axes, [row[varies] for row in rows_with(result["rows"], varies=varies, kind=ONE)])
-        axes.set(xlabel=title, ylabel="error")
-    states, features, length, norm = settings["centre"]
-    title_and_legend(
-        figure,
-        f"Error of log Z a transition, and of attention, around |X| = {states}, M = {features}, T = {length}, |e|² = "
-        f"{norm:g} (n = {settings['dim']}, {settings['draws']} draws, bands: standard error)",
-    )
-    return figure
-
-
-def _time_figure(result: Result) -> Figure:
-    settings = result["settings"]
-    colors = dict(zip(settings["timed_features"], ("#E69F00", "#D55E00", "#CC79A7", "#009E73"), strict=False))
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for name in dict.fromkeys(row["name"] for row in result["times"]):
-        if name.startswith("exact"):
-            style = {"color": "black", "marker": "*", "linestyle": "-" if name == EXACT_SCALED else ":"}
-        else:
-            messages = name.startswith("messages")
-            style = {"marker": "o" if messages else "s", "linestyle": "-" if messages else "--"}
-            style["color"] = colors[int(name.rpartition(" ")[2])]
-        draw_rows(axes, rows_with(result["times"], name=name), "states", "median_ms", label=name, **style)
-    axes.set(xlabel="|X|, states", ylabel="milliseconds")
-    log_log(axes, settings["timed_states"])
-    where = f"{result['hardware']['cpu']}, threads: {result['threads']}"
-    title_and_legend(figure, f"Time of log Z of a chain of {settings['centre'][2]} nodes, {where}")
-    return figure

@@ -20,18 +20,17 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
+from ..bench.panels import Panel, draw, lines_of
 from ..features import FourierFeatures, PositiveFeatures, draw_projection, hadamard_rotation
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
 from ..results import Table, number
-from ..results.plots import draw_rows, line_style, log_log, rate_line, title_and_legend
 from .base import Advance, Result, Study, mean_columns, rows_with
 
 KINDS = {"sincos": "sine and cosine", "positive": "positive"}
 INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}
-IID, ORTHOGONAL, ONE, TWO, THREE = "iid", "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks"
-SUM = "sum of 3 blocks"
-PROJECTIONS = (IID, ORTHOGONAL, ONE, TWO, THREE, SUM)
+IID, SUM = "iid", "sum of 3 blocks"
+PROJECTIONS = (IID, "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks", SUM)
 SPARSE_LENGTH = 128  # of sparse inputs, which have few different values, and where the norm varies
 
 
@@ -56,26 +55,28 @@ class MseStudy(Study):
     }
 
     def measure(self, advance: Advance) -> Result:
-        errors: dict[tuple[Any, ...], list[float]] = {}
-        by_norm: dict[tuple[Any, ...], list[float]] = {}
+        rows, norms = [], []
         sizes = {"normal": (self.length, self.draws), "sparse": (SPARSE_LENGTH, self.short_draws)}
-        for dim, kind, projection in itertools.product(self.dims, KINDS, PROJECTIONS):
-            advance(f"d = {dim}, {KINDS[kind]}, {projection}")
-            for inputs, (length, draws) in sizes.items():
-                for seed, M in itertools.product(range(draws), self.features):
-                    one = Draw(inputs, length, dim, self.squared_norm, seeded_generator(self.seed, dim, seed))
-                    errors.setdefault((inputs, dim, kind, M, projection), []).append(one.error(kind, projection, M))
-            for seed, norm in itertools.product(range(self.short_draws), self.norms):
-                one = Draw("normal", SPARSE_LENGTH, dim, norm, seeded_generator(self.seed, dim, seed, 1))
-                by_norm.setdefault((dim, kind, norm, projection), []).append(one.error(kind, projection, 4 * dim))
-        names = ("inputs", "dim", "kind", "features", "projection")
-        rows = [dict(zip(names, key, strict=True)) | mean_columns("mse", found) for key, found in errors.items()]
-        norms = []
-        for (dim, kind, norm, projection), found in by_norm.items():
-            iid = statistics.fmean(by_norm[dim, kind, norm, IID])
-            row = {"dim": dim, "kind": kind, "squared_norm": norm, "projection": projection}
-            norms.append(row | mean_columns("ratio", [error / iid for error in found]))
+        for dim, kind in itertools.product(self.dims, KINDS):
+            iid: dict[float, float] = {}  # mean error by norm
+            for projection in PROJECTIONS:
+                advance(f"d = {dim}, {KINDS[kind]}, {projection}")
+                for (inputs, (length, draws)), M in itertools.product(sizes.items(), self.features):
+                    ones = (Draw(inputs, length, dim, self.squared_norm, self._seed(dim, i)) for i in range(draws))
+                    errors = [one.error(kind, projection, M) for one in ones]
+                    row = {"inputs": inputs, "dim": dim, "kind": kind, "features": M, "projection": projection}
+                    rows.append(row | mean_columns("mse", errors))
+                for norm in self.norms:
+                    shape = "normal", SPARSE_LENGTH, dim, norm
+                    ones = (Draw(*shape, self._seed(dim, i, 1)) for i in range(self.short_draws))
+                    errors = [one.error(kind, projection, 4 * dim) for one in ones]
+                    base = iid.setdefault(norm, statistics.fmean(errors))  # iid comes first
+                    row = {"dim": dim, "kind": kind, "squared_norm": norm, "projection": projection}
+                    norms.append(row | mean_columns("ratio", [error / base for error in errors]))
         return {"rows": rows, "norms": norms}
+
+    def _seed(self, *numbers: int) -> Generator:
+        return seeded_generator(self.seed, *numbers)
 
     @staticmethod
     def table(result: Result) -> Table:
@@ -92,8 +93,25 @@ class MseStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        errors = {f"mse_{inputs}": _error_figure(result, inputs) for inputs in INPUTS}
-        return errors | {"mse_norms": _norm_figure(result)}
+        """Error by M for both kinds of inputs, and over that of iid rows by norm; a column for each dimension."""
+        settings = result["settings"]
+
+        def grid(rows: list[dict[str, Any]], x: str, y: str, xlabel: str, ylabel: str, rate: Any = None) -> Any:
+            def panel(kind: str, dim: int) -> Panel:
+                lines = lines_of(rows_with(rows, kind=kind, dim=dim), x, y, "projection")
+                return Panel(f"{KINDS[kind]} features, d = {dim}", xlabel, ylabel, lines, rate)
+
+            return [[panel(kind, dim) for dim in settings["dims"]] for kind in KINDS]
+
+        figures = {}
+        for inputs, draws in zip(INPUTS, (settings["draws"], settings["short_draws"]), strict=True):
+            what = f"{INPUTS[inputs]} with |x|² = {settings['squared_norm']:g}, {draws} draws (bands: standard error)"
+            rows = rows_with(_scores(result["rows"]), inputs=inputs)
+            panels = grid(rows, "features", "mse", "M, features", "relative mean squared error", (-1, "1/M"))
+            figures[f"mse_{inputs}"] = draw(f"Error of the attention matrix, {what}", panels)
+        what = f"normal inputs, M = 4d, {settings['short_draws']} draws (bands: standard error)"
+        panels = grid(_scores(result["norms"]), "squared_norm", "ratio", "|x|²", "error / error of iid rows")
+        return figures | {"mse_norms": draw(f"What orthogonality gains, by norm: {what}", panels)}
 
 
 class Draw:
@@ -119,12 +137,12 @@ class Draw:
             feature_map = PositiveFeatures(1, M, self.dim, (0,), projection="iid")
         else:
             feature_map = FourierFeatures(1, M, self.dim, (0,), projection="iid", normalize_qk=False)
-        feature_map.projection.copy_(draw(projection, feature_map.projection.shape, self.generator))
+        feature_map.projection.copy_(draw_rows(projection, feature_map.projection.shape, self.generator))
         q, k = feature_map("query").exactly(self.x).dense(), feature_map("key").exactly(self.y).dense()
         return float((q @ k.mT - self.exact).square().mean() / self.exact.square().mean())
 
 
-def draw(name: str, shape: Sequence[int], generator: Generator) -> Tensor:
+def draw_rows(name: str, shape: Sequence[int], generator: Generator) -> Tensor:
     """Independent draws of ω by a name of `results.plots.STYLES`; `shape` is draws, rows, dim."""
     draws, rows, dim = shape
     kind, _, count = name.partition(", ")
@@ -150,53 +168,3 @@ def sum_of_blocks(draws: int, rows: int, dim: int, generator: Generator, blocks:
 def _scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Older documents hold errors of normalised rows too."""
     return [row for row in rows if row.get("matrix", "scores") == "scores"]
-
-
-def _error_figure(result: Result, inputs: str) -> Figure:
-    """A row each kind of feature, a column each dimension."""
-    settings = result["settings"]
-    rows = rows_with(_scores(result["rows"]), inputs=inputs)
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    grid = figure.subplots(len(KINDS), len(settings["dims"]), sharex=True, sharey="row", squeeze=False)
-    for line, (kind, title) in zip(grid, KINDS.items(), strict=True):
-        for axes, dim in zip(line, settings["dims"], strict=True):
-            for projection in PROJECTIONS:
-                chosen = rows_with(rows, kind=kind, dim=dim, projection=projection)
-                draw_rows(axes, chosen, "features", "mse", label=projection, **line_style(projection))
-            axes.set_title(f"{title} features, d = {dim}")
-        line[0].set_ylabel("relative mean squared error")
-        top = max(row["mse"] for row in rows if row["kind"] == kind)
-        for axes in line:
-            rate_line(axes, settings["features"], 2 * top, -1, "1/M")
-            log_log(axes, settings["features"])
-    for axes in grid[-1]:
-        axes.set_xlabel("M, features")
-    size = f"L = {settings['length']:,}, {settings['draws']} draws"
-    if inputs == "sparse":
-        size = f"{settings['short_draws']} draws"
-    what = f"{INPUTS[inputs]} with |x|² = {settings['squared_norm']:g}"
-    title_and_legend(figure, f"Error of the attention matrix, {what}, {size} (bands: standard error)")
-    return figure
-
-
-def _norm_figure(result: Result) -> Figure:
-    """Error over that of iid rows, by norm."""
-    settings = result["settings"]
-    figure = Figure(figsize=(10, 6.6), layout="constrained")
-    grid = figure.subplots(len(KINDS), len(settings["dims"]), sharex=True, sharey=True, squeeze=False)
-    for line, (kind, title) in zip(grid, KINDS.items(), strict=True):
-        for axes, dim in zip(line, settings["dims"], strict=True):
-            for projection in PROJECTIONS:
-                rows = rows_with(_scores(result["norms"]), dim=dim, kind=kind, projection=projection)
-                draw_rows(axes, rows, "squared_norm", "ratio", label=projection, **line_style(projection))
-            if dim**0.5 <= settings["norms"][-1]:
-                axes.axvline(dim**0.5, color="black", linewidth=0.8, linestyle=":")
-            axes.set_title(f"{title} features, d = {dim}")
-            axes.set_ylim(0.02, 3)
-            log_log(axes, settings["norms"])
-        line[0].set_ylabel("error / error of iid rows")
-    for axes in grid[-1]:
-        axes.set_xlabel("|x|², dotted: of standard normal q and k")
-    size = f"normal inputs, M = 4d, {settings['short_draws']} draws (bands: standard error)"
-    title_and_legend(figure, f"What orthogonality gains, by norm: {size}")
-    return figure

