@@ -25,9 +25,9 @@ from training.teaching import model_inputs, shared_batches, transfer, transfer_d
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
+from hf_rfattn import MechanismConfig
 from hf_rfattn.bench.decode import cache_bytes
 from hf_rfattn.bench.timing import synchroniser
-from hf_rfattn.mechanisms import MechanismConfig
 from hf_rfattn.results import (
     DASH,
     SOFTMAX,

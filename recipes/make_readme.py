@@ -17,22 +17,23 @@ from typing import Annotated, Any
 import measure_sharding
 import PIL.Image
 import typer
-from comparison.report import overview_table, percent, rate, report
-from comparison.summary import KIND, over_seeds, summarise
+from comparison.report import PLACE, comparison_tables, options_of
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label
 from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
+from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed
 from hf_rfattn.results import (
+    DASH,
     SOFTMAX,
     Block,
     Heading,
     Image,
     Paragraph,
+    Result,
     Table,
-    TaskResult,
     as_markdown,
     in_bytes,
     machine,
@@ -40,14 +41,13 @@ from hf_rfattn.results import (
     parse_result,
     read_result,
     times,
-)  # fmt: skip
+)
 from hf_rfattn.study import study_class
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
 COMPARED = ("transfer", "stories")  # comparisons that the README shows
-WITH_SPEED = ("long_reviews",)  # comparisons whose models `bench model` has timed: shown with the evaluations
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer", benchmark_report),
@@ -70,22 +70,71 @@ def was_idle(document: dict[str, Any]) -> bool:
     return load is None or load[0] < document["hardware"]["cores"]
 
 
-def summaries(documents: Documents) -> dict[str, dict[str, Any]]:
-    """The comparison in each folder that holds one."""
-    folders: dict[str, list[TaskResult]] = {}
+def compared(documents: Documents) -> Iterator[tuple[str, str, list[ScoreTable]]]:
+    """Folder, title and tables of each comparison."""
+    folders: dict[str, list[Result]] = {}
     for name, document in documents.items():
-        folder = name.rpartition("/")[0]
-        if KIND in document and folder not in WITH_SPEED:
-            folders.setdefault(folder, []).append(parse_result(document, name))
-    return {folder: summarise(results) for folder, results in folders.items()}
+        if PLACE in document:
+            folders.setdefault(name.rpartition("/")[0], []).append(parse_result(document, name))
+    for folder, found in folders.items():
+        yield folder, found[0].document[PLACE]["title"], comparison_tables(found)
 
 
 def comparisons(documents: Documents, results: str) -> Iterator[Block]:
-    """The report of each comparison."""
-    for folder, summary in summaries(documents).items():
-        yield Heading(summary["title"], 3)
-        yield Paragraph(f"From [{folder}]({results}{folder}).")
-        yield from report(summary, level=4, folder=f"{folder}/")
+    """The tables of each comparison."""
+    for folder, title, tables in compared(documents):
+        yield Heading(title, 3)
+        yield Paragraph(f"From [{folder}]({results}{folder}). {options_of(tables)}")
+        yield from score_tables(tables, documents)
+
+
+def scores(documents: Documents, results: str) -> Iterator[Block]:
+    """All tasks at a glance, of the comparisons that the README shows."""
+    for folder, title, tables in compared(documents):
+        if folder in COMPARED:
+            yield Paragraph(f"**{title}**, measured on {tables[0].first.machine} per process:")
+            yield overview(tables)
+
+
+def evaluations(documents: Documents, results: str) -> Iterator[Block]:
+    """Models that were evaluated without a comparison: a table for each model, task and budget."""
+    tasks = {name: each for name, each in documents.items() if each["kind"] == "task" and PLACE not in each}
+    found = [parse_result(document, name) for name, document in tasks.items()]
+    yield from score_tables(make_tables(found, lambda result: result.task), documents)
+
+
+def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Block]:
+    """Budget, then score, speed and memory in one row for each attention.
+
+    Speed and memory are those of `hf-rfattn bench model` at the same length where it has measured the model: all kinds
+    of attention in turn, on an idle machine. Otherwise they are those of the runs, without speed if the machine was
+    busy.
+    """
+    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
+    for document in documents.values():
+        for cell in document["cells"] if document["kind"] == "bench model" else ():
+            label = labels(document).get(cell["attention"], SOFTMAX)
+            key = document["model"]["name"], cell["length"], label
+            benched.setdefault(key, {}).setdefault(cell["training"], cell)
+
+    def speed(table: ScoreTable, row: Row) -> dict[str, str]:
+        model, length = table.first.model, table.first.budget.get("max_length")
+        if (model, length, SOFTMAX) not in benched:
+            idle = all(was_idle(run.document) for run in [*row.runs, *table.rows[0].runs])
+            return run_speed(table, row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})
+        passes = benched.get((model, length, row.attention), {})
+        cells = [passes.get(training) for training in ((False, True) if "steps" in table.first.budget else (False,))]
+        over = (times(cell and cell["speed_over_softmax"]) for cell in cells)
+        memory = cells[-1] and cells[-1]["step_bytes"]
+        return {
+            "samples/s": number(cells[0]["samples_per_second"], 3) if cells[0] else DASH,
+            **dict(zip(("over softmax", "training over softmax"), over, strict=False)),
+            "memory": in_bytes(memory) if memory else DASH,
+        }
+
+    for table in tables:
+        yield Paragraph(f"**{table.title}**: {table.budget}.")
+        yield details(table, speed)
 
 
 def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
@@ -98,80 +147,6 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
         f'{sources}. "Never": each causal query chooses its blocks itself, which moves more bytes than softmax saves.'
     )
     yield predicted.table()
-
-
-def scores(documents: Documents, results: str) -> Iterator[Block]:
-    """All tasks at a glance, of the comparisons that the README shows."""
-    for folder, summary in summaries(documents).items():
-        if folder in COMPARED:
-            yield Paragraph(f"**{summary['title']}**, measured on {' and '.join(summary['machines'])} per process:")
-            yield overview_table(summary)
-
-
-def evaluations(documents: Documents, results: str) -> Iterator[Block]:
-    """Models that were evaluated without a comparison, or timed by themselves: a table for each model, task and budget.
-
-    Throughput and memory are those of `hf-rfattn bench model` at the same length where it has measured the model:
-    all kinds of attention in turn, on an idle machine. Otherwise they are those of the evaluation, if the machine was
-    idle.
-    """
-    groups: dict[str, list[TaskResult]] = {}
-    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
-    for name, document in documents.items():
-        if document["kind"] == "task" and (KIND not in document or name.rpartition("/")[0] in WITH_SPEED):
-            result = parse_result(document, name)
-            groups.setdefault(result.measured_on, []).append(result)
-        elif document["kind"] == "bench model":
-            labels = {name: attention_label(_of_all_layers(config)) for name, config in document["attention"].items()}
-            for cell in document["cells"]:
-                key = document["model"]["name"], cell["length"], labels.get(cell["attention"], SOFTMAX)
-                benched.setdefault(key, {}).setdefault(cell["training"], cell)
-    for group in groups.values():
-        first, rows = group[0], []
-        length, trained = first.budget.get("max_length"), "steps" in first.budget
-        softmax = [each for each in group if each.attention == SOFTMAX]
-        for label, own in _rows(group).items():
-            score, base = (over_seeds(r.metrics[r.main_metric].value for r in rs) for rs in (own, softmax))
-            row = [label, rate(score, 4), percent(score["mean"] / base["mean"] if softmax else None)]
-            if trained:
-                row.insert(2, number(own[0].metrics[own[0].main_metric].standard_error, 2))
-            passes = benched.get((first.model, length, attention_label(own[0].attention)))
-            if passes and False in passes:
-                cells = [passes[False], *([passes[True]] if trained and True in passes else [])]
-                row += [number(cells[0]["samples_per_second"], 3), times(cells[0]["speed_over_softmax"])]
-                row += [times(cells[-1]["speed_over_softmax"])] if trained else []
-                row += [in_bytes(cells[-1]["step_bytes"]) if cells[-1]["step_bytes"] else "–"]
-            else:
-                idle = all(was_idle(dict(r.document)) for r in [*own, *softmax])
-                speed, theirs = (
-                    over_seeds(r.samples_per_second if idle else None for r in rs)["mean"] for rs in (own, softmax)
-                )
-                faster = times(speed / theirs if speed and theirs else None)
-                row += [number(speed, 3) if speed else "–", *(["–"] if trained else []), faster]
-                row += [in_bytes(own[0].peak_memory_bytes) if own[0].peak_memory_bytes else "–"]
-            rows.append(row)
-        budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
-        yield Paragraph(f"**{first.model}, {first.task}** ({budget}), on {measured_on(dict(first.document))}:")
-        over = ["inference over softmax", "training over softmax"] if trained else ["over softmax"]
-        scored = [first.main_metric.replace("_", " "), *(["standard error"] if trained else [])]
-        headings = ["attention", *scored, "of softmax", "samples/s", *over, "memory"]
-        yield Table("", headings, rows)
-
-
-def _of_all_layers(attention: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model that was saved with the same mechanism in all layers."""
-    layers = attention.get("layers", {})
-    return next(iter(layers.values())) if len(layers) == 1 else attention
-
-
-def _rows(group: list[TaskResult]) -> dict[str, list[TaskResult]]:
-    """The results of each row of a table, one for each seed; softmax first."""
-    rows: dict[str, list[TaskResult]] = {}
-    for result in sorted(group, key=lambda r: r.attention != SOFTMAX):
-        steps = (result.document.get("transfer") or {}).get("steps")
-        label = attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else "")
-        rows.setdefault(label, []).append(result)
-    return rows
 
 
 def retrieval(documents: Documents, results: str) -> Iterator[Block]:
@@ -218,8 +193,12 @@ def contexts(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def labels(document: dict[str, Any]) -> dict[str, str]:
-    """The kinds of attention of a run as tables name them."""
-    return {name: attention_label(kind) for name, kind in document["attention"].items()}
+    """The kinds of attention of a benchmark as tables name them; a mechanism in all layers by its own name."""
+    found = {}
+    for name, kind in document["attention"].items():
+        layers = list(kind["layers"].values()) if "layers" in kind else []
+        found[name] = attention_label(layers[0] if len(layers) == 1 else kind)
+    return found
 
 
 def benchmarks(documents: Documents, results: str) -> Iterator[Block]:

@@ -72,7 +72,7 @@ def test_the_result_file(bert, tmp_path):
     )
     assert result["checkpoint"] == checkpoint_fingerprint(tmp_path / "model")
     card = make_card(tmp_path / "model")
-    assert card.evaluations[0].metric_value == result["metrics"]["accuracy"]["value"]
+    assert card.data.eval_results[0].metric_value == result["metrics"]["accuracy"]["value"]
     text = (tmp_path / "model" / "README.md").read_text()
     assert "fine-tuned on snli" in text
     # what would be published names no folder of this machine

@@ -9,9 +9,9 @@ from typing import Any
 from ..integration.spec import parse_layers
 from ..mechanisms.naming import full_config
 from ..results import SOFTMAX, checkpoint_fingerprint, read_result, weight_files
-from ..results.fingerprint import CONFIG, INDEX, WEIGHTS
+from ..results.fingerprint import CONFIG, WEIGHTS
 
-CARD, PLOT = "README.md", "results.png"
+CARD = "README.md"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
 
@@ -22,52 +22,42 @@ class CheckpointFolder:
     path: Path
 
     def __post_init__(self) -> None:
-        if not self.path.is_dir():
-            raise ValueError(f"There is no folder {str(self.path)!r}.")
+        if not (self.path / CONFIG).is_file():
+            raise ValueError(f"{self.path} is not a checkpoint: it has no {CONFIG}.")
         if not self.specs:
             raise ValueError(
                 f"{self.path} is not a patched checkpoint: its config.json says nothing of hf_rfattn. "
                 "Call hf_rfattn.patch_model and model.save_pretrained first."
             )
-        if not self.weights:
-            raise ValueError(f"{self.path} has no weights: neither {WEIGHTS} nor {INDEX} with its shards.")
+        if not weight_files(self.path):
+            raise ValueError(f"{self.path} has no weights: neither {WEIGHTS} nor shards.")
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        if not (self.path / CONFIG).is_file():
-            raise ValueError(f"{self.path} has no config.json: it is not a checkpoint.")
         return read_result(self.path / CONFIG)
 
     @cached_property
     def specs(self) -> dict[str, dict[str, Any]]:
         """What `patch_model` has noted, by the part of the model it belongs to; "" is the model itself."""
-        found = {}
-        for name, part in [("", self.config), *self.config.items()]:
-            if isinstance(part, dict) and isinstance(part.get("rfattn"), dict):
-                spec = part["rfattn"]
-                if not isinstance(spec.get("layers"), dict) or not spec["layers"]:
-                    raise ValueError(f"{self.path / 'config.json'}: rfattn has no layers.")
-                found[name] = spec
+        parts = [("", self.config), *self.config.items()]
+        found = {name: part["rfattn"] for name, part in parts if isinstance(part, dict) and part.get("rfattn")}
+        if not all(isinstance(spec, dict) and spec.get("layers") for spec in found.values()):
+            raise ValueError(f"{self.path / CONFIG}: rfattn has no layers.")
         return found
 
-    @cached_property
+    @property
     def spec(self) -> dict[str, Any]:
         return next(iter(self.specs.values()))
 
     @property
-    def num_layers(self) -> int:
-        """As many as the config says, or as were patched."""
-        parts = [self.config, *(part for part in self.config.values() if isinstance(part, dict))]
-        counts = [part[name] for part in parts for name in LAYER_COUNTS if isinstance(part.get(name), int)]
-        return max([*counts, 1 + max(max(parse_layers(layers)) for layers in self.spec["layers"])])
+    def attention(self) -> dict[str, Any]:
+        """As result documents spell it."""
+        return {"layers": self.spec["layers"]}
 
     @property
-    def weights(self) -> list[Path]:
-        return weight_files(self.path)
-
-    @property
-    def architecture(self) -> str | None:
-        return next(iter(self.config.get("architectures") or ()), None)
+    def architecture(self) -> str:
+        """The class in transformers that it is loaded with."""
+        return next(iter(self.config.get("architectures") or ()), "AutoModel")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -75,8 +65,11 @@ class CheckpointFolder:
 
     def holds(self, attention: Any) -> bool:
         """Whether a result's `attention` is the one in this checkpoint, options and layers included."""
-        own = canonical({"layers": self.spec["layers"]}, self.num_layers)
-        return own == canonical(attention, self.num_layers)
+        parts = [self.config, *(part for part in self.config.values() if isinstance(part, dict))]
+        counts = [part[name] for part in parts for name in LAYER_COUNTS if isinstance(part.get(name), int)]
+        patched = [layer for layers in self.spec["layers"] for layer in parse_layers(layers)]
+        num_layers = max([*counts, 1 + max(patched)])
+        return canonical(self.attention, num_layers) == canonical(attention, num_layers)
 
 
 def canonical(attention: Any, num_layers: int) -> dict[int, Any]:
