@@ -73,5 +73,3 @@ def test_attention_options_are_checked():
         with pytest.raises(ValueError, match=message):
             set_attention(None, RunOptions(model="m", attention="favor+", attention_options=given))
     assert RunOptions(model="m", early_stop=2).keep == "best"
-    with pytest.raises(ValueError, match="one of them"):
-        LanguageOptions()
