@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +25,9 @@ from hf_rfattn import attention_label
 from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
-from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed
+from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed, score_and_speed
 from hf_rfattn.results import (
+    CONTROLS,
     DASH,
     SOFTMAX,
     Block,
@@ -103,6 +105,17 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     yield from score_tables(make_tables(found, lambda result: result.task), documents)
 
 
+def model_benchmarks(documents: Documents) -> dict[tuple[str, int, str], dict[bool, dict[str, Any]]]:
+    """What `hf-rfattn bench model` measured, by model, length and attention, and by pass (training or not)."""
+    found: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}
+    for document in documents.values():
+        for cell in document["cells"] if document["kind"] == "bench model" else ():
+            label = labels(document).get(cell["attention"], SOFTMAX)
+            key = document["model"]["name"], cell["length"], label
+            found.setdefault(key, {}).setdefault(cell["training"], cell)
+    return found
+
+
 def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Block]:
     """Budget, then score, speed and memory in one row for each attention.
 
@@ -110,12 +123,7 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
     of attention in turn, on an idle machine. Otherwise they are those of the runs, without speed if the machine was
     busy.
     """
-    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
-    for document in documents.values():
-        for cell in document["cells"] if document["kind"] == "bench model" else ():
-            label = labels(document).get(cell["attention"], SOFTMAX)
-            key = document["model"]["name"], cell["length"], label
-            benched.setdefault(key, {}).setdefault(cell["training"], cell)
+    benched = model_benchmarks(documents)
 
     def speed(table: ScoreTable, row: Row) -> dict[str, str]:
         model, length = table.first.model, table.first.budget.get("max_length")
@@ -150,9 +158,21 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def retrieval(documents: Documents, results: str) -> Iterator[Block]:
-    """The evaluations of one embedding model, whose speed was measured too."""
-    pattern = re.compile(r"embeddings/(minilm_\d+_|speed_)")
-    yield from evaluations({name: each for name, each in documents.items() if pattern.match(name)}, results)
+    """Embedding models on long documents: share of softmax's score and speed-up as a plot; the table of one of them."""
+    benched, tables = model_benchmarks(documents), []
+    found = [parse_result(each, name) for name, each in documents.items() if re.match(r"embeddings/\w+_2048_", name)]
+    for table in make_tables(found, lambda result: f"{result.model.partition('/')[2]}, 2,048 tokens"):
+        rows = []
+        for row in table.rows:
+            cell = benched.get((table.first.model, 2048, row.attention), {}).get(False)
+            if cell and row.control not in CONTROLS:  # those would stretch the axis
+                speed = (cell["samples_per_second"], None)
+                rows.append(replace(row, speed=speed, speed_over_softmax=cell["speed_over_softmax"]))
+        tables.append((table, replace(table, rows=rows)))
+    drawn = [each for _, each in tables if each.rows]
+    if drawn:
+        yield Image("embeddings/tradeoff.png", "Score and speed-up", lambda: score_and_speed(drawn, relative=True))
+    yield from score_tables([table for table, _ in tables[-1:]], documents)
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
