@@ -15,7 +15,7 @@ Options = TypeVar("Options", bound="CommonOptions")
 
 
 MAY_BE_0 = {
-    "seed", "transfer_steps", "weight_decay", "warmup", "max_gradient_norm", "distill_hidden", "parts", "divergence",
+    "seed", "transfer_steps", "weight_decay", "warmup", "max_gradient_norm", "distill_hidden", "parts",
     "stride", "max_tokens", "repetitions",
 }  # fmt: skip
 SEQUENCE_PARALLEL = "Number of processes that share each sequence: each holds a part of it. The model must be patched."
