@@ -49,7 +49,7 @@ from hf_rfattn.study import study_class
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
-COMPARED = ("transfer", "stories")  # comparisons that the README shows
+COMPARED = ("long_reviews",)  # comparisons that the README shows
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer", benchmark_report),
@@ -234,16 +234,11 @@ def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer, and whole models: of the result files that are in no subfolder."""
-    own = [document for name, document in documents.items() if "/" not in name]
-    found = {kind: [document for document in own if document["kind"] == kind] for kind in BENCHMARKS}
-    for document in found["bench ops"][:1]:
-        yield Paragraph(f"**One attention layer**: speed over softmax by length, on {measured_on(document)}.")
-        yield speed_table(document, SHOWN_LENGTHS)
-    for document in found["bench model"]:
-        name = document["model"]["name"]
-        yield Paragraph(f"**A whole model**, {name}: speed over softmax and memory, on {measured_on(document)}.")
-        yield speed_table(document)
+    """One layer, by length."""
+    for name, document in documents.items():
+        if document["kind"] == "bench ops" and "/" not in name:
+            yield Paragraph(f"**One attention layer**: speed over softmax by length, on {measured_on(document)}.")
+            yield speed_table(document, SHOWN_LENGTHS)
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
