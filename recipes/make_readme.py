@@ -240,28 +240,23 @@ def studies(documents: Documents, results: str) -> Iterator[Block]:
 
 def upstream(documents: Documents, results: str) -> Iterator[Block]:
     """transformers' own tests with every model patched: how many pass, and why the others fail."""
-    document = documents.get("upstream.json")
-    if document is None:
-        return
-    passed, counted, failed = Counter(), Counter(), Counter()
-    for row in document["rows"]:
-        for tested in (row["model"], "all"):
-            passed[tested, row["attention"]] += row["passed"]
-            counted[tested, row["attention"]] += row["counted"]
-        failed.update((why, row["attention"]) for why in row["failed"].values())
-    kinds = list(dict.fromkeys(row["attention"] for row in document["rows"]))
-    models = [*dict.fromkeys(row["model"] for row in document["rows"]), "all"]
-    reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
-    commit, versions = (document["checkout"]["commit"] or "unknown")[:10], document["versions"]
-    yield Paragraph(
-        f"`{document['command']}` with transformers {versions['transformers']}, torch {versions['torch']}, tests of "
-        f"commit {commit}:"
-    )
-    rows = [[tested, *(f"{passed[tested, a]:,} of {counted[tested, a]:,}" for a in kinds)] for tested in models]
-    yield Table("", ["tests that pass", *kinds], rows, aligned=False)
-    yield Table(
-        "", ["tests that fail", *kinds], [[w, *(str(failed[w, a]) for a in kinds)] for w in reasons], aligned=False
-    )
+    for document in (each for each in documents.values() if each["kind"] == "upstream"):
+        rows, versions = document["rows"], document["versions"]
+        kinds = list(dict.fromkeys(row["attention"] for row in rows))
+        yield Paragraph(
+            f"`{document['command']}` with transformers {versions['transformers']}, torch {versions['torch']}, tests "
+            f"of commit {(document['checkout']['commit'] or 'unknown')[:10]}:"
+        )
+        passed = []
+        for model in [*dict.fromkeys(row["model"] for row in rows), "all"]:
+            own = [[row for row in rows if row["attention"] == a and model in (row["model"], "all")] for a in kinds]
+            counts = [(sum(row["passed"] for row in each), sum(row["counted"] for row in each)) for each in own]
+            passed.append([model, *(f"{good:,} of {counted:,}" for good, counted in counts)])
+        yield Table("", ["tests that pass", *kinds], passed, aligned=False)
+        failed = Counter((why, row["attention"]) for row in rows for why in row["failed"].values())
+        reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
+        counts = [[why, *(str(failed[why, attention]) for attention in kinds)] for why in reasons]
+        yield Table("", ["tests that fail", *kinds], counts, aligned=False)
 
 
 PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
@@ -310,12 +305,9 @@ def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) 
 
 
 def draw(image: Image, documents: Documents, folder: Path) -> bool:
-    """Draw a plot unless it is there, made from the same data: its result file, or all files of its folder."""
-    path, stem = folder / image.name, image.name.removesuffix(".png")
-    data = documents.get(f"{stem}.json") or [
-        d for name, d in documents.items() if Path(name).parent == Path(stem).parent
-    ]
-    mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    """Draw a plot unless it is there, made from the same result file, which has the same name."""
+    path, document = folder / image.name, documents[f"{image.name.removesuffix('.png')}.json"]
+    mark = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
     if path.exists():
         with PIL.Image.open(path) as there:
             if there.info.get(MARK) == mark:

@@ -49,12 +49,6 @@ def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, *
         axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def draw_rows(axes: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, **style: Any) -> None:
-    """Column y of rows against column x, with the band between their columns low and high."""
-    band = [row["low"] for row in rows], [row["high"] for row in rows]
-    draw_line(axes, [row[x] for row in rows], [row[y] for row in rows], band, **style)
-
-
 def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: str) -> None:
     """A thin line start · (x / x₀)^power, a known rate."""
     y = [start * (each / x[0]) ** power for each in x]
