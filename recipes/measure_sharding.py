@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rfattn
 from hf_rfattn.bench.memory import bytes_around
-from hf_rfattn.results import Block, Paragraph, Table, in_bytes, new_result, read_result, write_result
+from hf_rfattn.results import Block, Table, in_bytes, new_result, read_result, write_result
 
 LAYERS = 2
 SHAPE = {
@@ -95,7 +95,7 @@ def run(lengths: list[int], processes: list[int], attentions: list[str], output:
 def report(document: dict[str, Any], name: str) -> Iterator[Block]:
     """Of each attention a table with a row for each length."""
     shape = document["shape"]
-    yield Paragraph(
+    yield (
         f"A Llama of {document['layers']} layers with {shape['num_attention_heads']} heads of "
         f"{shape['hidden_size'] // shape['num_attention_heads']} and random weights, batch size 1, float32, a forward "
         "and a backward pass. Bytes are those of the process that sends most, without the averaging of gradients of "
@@ -117,7 +117,7 @@ def report(document: dict[str, Any], name: str) -> Iterator[Block]:
         for size in processes:
             fit = [length for length in lengths if (cells[attention, length, size]["peak_bytes"] or LIMIT) < LIMIT]
             longest += [f"{max(fit):,} on {size}"] if fit else []
-        yield Paragraph(f"Most tokens within {in_bytes(LIMIT)} per process, of those measured: {', '.join(longest)}.")
+        yield f"Most tokens within {in_bytes(LIMIT)} per process, of those measured: {', '.join(longest)}."
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ from ..results import (
     DASH,
     RESULTS,
     Block,
-    Bullets,
-    Heading,
-    Paragraph,
     Result,
     Table,
     as_markdown,
@@ -167,44 +164,44 @@ def _text(card: Card) -> Iterator[Block]:
     tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
     done = "fine-tuned" if any("steps" in own.budget for own in card.own) else "evaluated"
     mechanisms = " and ".join(mechanism_names_in(card.folder.attention))
-    yield Heading(card.address.rpartition("/")[2], 1)
-    yield Paragraph(
+    yield f"# {card.address.rpartition('/')[2]}"
+    yield (
         f"{base} with its softmax attention replaced by {mechanisms} attention, using `hf_rfattn`"
         f"{f', {done} on {tasks}' if tasks else ''}."
         + ("" if card.license else " The licence of the base model is not recorded here; look it up before use.")
     )
-    yield Heading("Attention")
+    yield "## Attention"
     yield Table("", ["layers", "attention", "options"], list(_layer_rows(card.folder)))
-    yield Paragraph(
+    yield (
         f"Cross-attention: {'replaced' if spec.get('cross_attention') else 'softmax, if any'}. Random seed: "
         f"{spec.get('seed')}; random features are stored with the weights and are not drawn again on loading."
     )
-    yield Heading("How to load it")
-    yield Paragraph(LOADING.format(code="\n".join(_loading(card))))
-    yield Heading("Results")
+    yield "## How to load it"
+    yield LOADING.format(code="\n".join(_loading(card)))
+    yield "## Results"
     for transfer in card.transfers:
         yield from _transfer_table(transfer)
     for table in card.tables:
-        yield Heading(table.title, 3)
-        yield Paragraph(
+        yield f"### {table.title}"
+        yield (
             f"All rows have the same budget: {table.budget}. (chance) marks scores that are not clearly better than "
             "the best constant answer; the controls are `average` (no attention) and `band` (a window alone)."
         )
         yield details(table)
         controls = [row.control for row in table.rows]
         if missing := [control for control in CONTROLS if control not in controls]:
-            yield Paragraph(f"Not measured: {'; '.join(missing)}.")
+            yield f"Not measured: {'; '.join(missing)}."
     for speed in card.timings:
         yield from _speed_table(speed)
     for what, found in (("accuracy", card.tables), ("speed by length", card.timings)):
         if not found:
-            yield Paragraph(f"No {what} was measured with this checkpoint.")
-    yield Heading("How to reproduce")
-    yield Bullets([_origin(result) for result in used]) if used else Paragraph("No run is recorded.")
-    yield Paragraph(f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`.")
+            yield f"No {what} was measured with this checkpoint."
+    yield "## How to reproduce"
+    yield "\n".join(f"- {_origin(result)}" for result in used) or "No run is recorded."
+    yield f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`."
     if entries := cite(card.folder.attention):
-        yield Heading("Citations")
-        yield Paragraph("```bibtex\n" + "\n\n".join(entries) + "\n```")
+        yield "## Citations"
+        yield "```bibtex\n" + "\n\n".join(entries) + "\n```"
 
 
 def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
@@ -235,8 +232,8 @@ def _transfer_table(result: Result) -> Iterator[Block]:
     before, after = result.errors["before"], result.errors["after"]
     columns = zip(after["layers"], after["average"], before["overall"], after["overall"], strict=True)
     data = " ".join(f"`{result.dataset[key]}`" for key in ("name", "config", "split") if result.dataset.get(key))
-    yield Heading("Attention transfer", 3)
-    yield Paragraph(
+    yield "### Attention transfer"
+    yield (
         f"Error of attention outputs relative to softmax, by layer. Text, without labels: {data}; {settings}. On "
         f"{result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
     )
@@ -251,8 +248,8 @@ def _speed_table(speed: Result) -> Iterator[Block]:
         peaks = [timing.get(f"{who}_peak_bytes") for who in ("softmax", "patched")]
         cells = [number(1000 * softmax), number(1000 * patched), f"{number(softmax / patched, 3)} ×"]
         rows.append([f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)])
-    yield Heading("Speed and memory by length", 3)
-    yield Paragraph(f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}.")
+    yield "### Speed and memory by length"
+    yield f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}."
     headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
     yield Table("", headings, rows)
 
