@@ -141,8 +141,8 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
     yield (
         "**Predicted, not measured**: no GPU was available. Counted from shapes by "
         "`hf_rfattn/bench/gpu_prediction.py`, which states what is counted: a "
-        f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at the peak rates of the "
-        f"vendor ({sources})."
+        f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at peak rates. Peak figures: "
+        f'{sources}. "Never": each causal query chooses its blocks itself, which moves more bytes than softmax saves.'
     )
     yield predicted.table()
 

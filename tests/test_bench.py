@@ -13,7 +13,7 @@ from hf_rfattn import mechanism_names, patch_model, results
 from hf_rfattn.bench import decode, loading
 from hf_rfattn.bench.decode import Decoder, cache_bytes
 from hf_rfattn.bench.settings import DecodeSettings
-from hf_rfattn.bench.timing import Competitor, Spread, interleave, median_ratio, threads
+from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, spread, threads
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.mechanisms import resolve_config
@@ -105,9 +105,9 @@ def test_warmup_is_not_counted():
 
 
 def test_spread_and_ratio():
-    assert Spread.of([7.0]) == Spread(7, 7, 7, 1)
-    assert Spread.of([5, 1, 2, 3, 4]) == Spread(3, 2, 4, 5)
-    assert Spread.of([1 / 3]).median == 0.3333
+    assert spread([7.0]) == {"median": 7, "lower": 7, "upper": 7, "count": 1}
+    assert spread([5, 1, 2, 3, 4]) == {"median": 3, "lower": 2, "upper": 4, "count": 5}
+    assert spread([1 / 3])["median"] == 0.3333
     assert median_ratio([1, 10, 30], [1, 5, 10]) == 2
 
 

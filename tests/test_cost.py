@@ -26,9 +26,9 @@ def test_state_by_hand():
     cost = attention_cost(build("favor+", num_features=16), 100, causal=True, dtype=torch.bfloat16)
     assert cost.memory == 2 * state * 4  # kv heads, float32
     cost = attention_cost(build("band", bandwidth=10, global_tokens=0), 100, causal=True, dtype=torch.bfloat16)
-    assert cost.memory == 2 * (11 * 2 * 8 * 4) + 11  # kv heads, keys and values in float32; which of them are visible
+    assert cost.memory == 2 * (11 * 2 * 8 * 4) + 11 + 8  # kv heads, keys and values in float32; flags; a count
     fmm = build("fmm", bandwidth=6, global_tokens=4, far=("elu", "elu-"))  # 16 features together
-    near = 2 * ((7 + 4) * 2 * 8 * 4) + 2 * 7 + (4 + 1 + 1) * 8  # window and global tokens; flags; positions and counts
+    near = 2 * ((7 + 4) * 2 * 8 * 4) + 7 + (4 + 1) * 8  # window and global tokens; flags; positions and a count
     assert attention_cost(fmm, 100, causal=True, dtype=torch.bfloat16).memory == 2 * state * 4 + near
 
 

@@ -8,10 +8,11 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
+from importlib.metadata import distribution
 
 import pytest
 import torch
+import torch._dynamo.testing
 from support.attention import assert_same_with_gradients, build, definition, draw_qkv
 from support.models import tiny_gpt2, tiny_llama
 from support.variants import every_mechanism, every_variant, over
@@ -123,8 +124,24 @@ def test_generation_goes_on_from_a_fused_prompt(gpu, variant):
     torch.testing.assert_close(torch.cat(parts, dim=2), definition(mechanism, q, k, v, causal=True))
 
 
-@over([("favor+", {}), ("band", {})])
-def test_compiled_once_for_all_lengths(gpu, variant, monkeypatch):
+FUSED = [
+    ("favor+", {}),
+    ("favor+", {"trainable": True}),
+    ("hedgehog", {}),
+    ("band", {}),
+    ("fmm", {}),
+    ("multipole", {"exact_keys": 32, "block": 8, "tile": 16}),
+]
+
+
+COMPILED = [(variant, "bidirectional") for variant in FUSED if variant[0] != "fmm"]  # which is band and favor+
+COMPILED += [
+    (variant, form) for variant in FUSED if variant[0] in ("band", "multipole") for form in ("causal", "packed")
+]
+
+
+@pytest.mark.parametrize(("variant", "form"), COMPILED, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_compiled_once_for_all_lengths(gpu, variant, form, monkeypatch):
     count = torch._dynamo.testing.CompileCounterWithBackend("eager")
     monkeypatch.setattr(fused, "COMPILER", count)
     gpu.set_backend("fused")
@@ -133,17 +150,21 @@ def test_compiled_once_for_all_lengths(gpu, variant, monkeypatch):
 
     def run(length):
         q, k, v = (x.requires_grad_() for x in draw_qkv(length, kv_heads=2, dtype=torch.float32))
-        mechanism(q, k, v, key_mask=torch.rand(2, length) > 0.3).sum().backward()
+        masks = {"key_mask": torch.rand(2, length) > 0.3, "causal": form != "bidirectional"}
+        if form == "packed":
+            masks["segments"] = 2 * torch.arange(length).expand(2, -1) // length
+        mechanism(q, k, v, **masks).sum().backward()
 
-    for length in (150, 300):
+    for length in (150, 300, 320):  # of one block, of several, and of whole tiles
         run(length)
     before = count.frame_count
     for length in (200, 417, 640, 131):
         run(length)
-    assert count.frame_count == before > 0
+    assert count.frame_count == before
+    assert set(gpu.decisions.values()) == {None}
 
 
-@over([("favor+", {}), ("hedgehog", {}), ("band", {}), ("fmm", {})])
+@over(FUSED)
 def test_inside_a_compiled_model(gpu, variant):
     gpu.set_backend("fused")
     mechanism = build(variant, dtype=torch.float32)
@@ -160,30 +181,39 @@ def test_inside_a_compiled_model(gpu, variant):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_gates_are_those_of_flash_linear_attention():
-    """Its own reference; the module beside it needs triton, so the file is loaded by itself."""
-    package = importlib.util.find_spec("fla")
-    if package is None:
-        pytest.skip("needs the sources of flash-linear-attention: pip install fla-core")
-    path = Path(package.submodule_search_locations[0], "ops", "gla", "naive.py")
+def reference(q, k, v, gate, state):
+    """The same by flash-linear-attention: the package needs triton to be imported, so the file is loaded by itself."""
+    path = distribution("fla-core").locate_file("fla/ops/gla/naive.py")
     spec = importlib.util.spec_from_file_location("fla_gla_naive", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    q = math.sqrt(q.shape[3]) * q  # it divides by that
+    tokens = (x.transpose(1, 2) for x in (q, k, v, gate))
+    out, state = module.naive_recurrent_gla(*tokens, initial_state=state, output_final_state=True)
+    return out.transpose(1, 2), state
+
+
+def test_the_recurrence_is_that_of_flash_linear_attention():
     q, k, v = (torch.randn(2, 3, 20, 6, requires_grad=True) for _ in range(3))
     gate = torch.nn.functional.logsigmoid(torch.randn(2, 3, 20, 6))
     state = torch.randn(2, 3, 6, 6)
-    theirs, after = module.naive_recurrent_gla(
-        *(x.transpose(1, 2) for x in (math.sqrt(6) * q, k, v, gate)), initial_state=state, output_final_state=True
-    )  # which divides queries by the square root of their size
-    ours, ours_after = recurrence(q, k, v, gate, state)
-    torch.testing.assert_close(ours, theirs.transpose(1, 2))
+    (theirs, after), (ours, ours_after) = (function(q, k, v, gate, state) for function in (reference, recurrence))
+    torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(ours_after, after)
-    for a, b in zip(
-        torch.autograd.grad(theirs.square().sum(), (q, k, v)),
-        torch.autograd.grad(ours.square().sum(), (q, k, v)),
-        strict=True,
-    ):
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (theirs, ours)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@over([("favor+", {}), ("hedgehog", {}), ("linear", {}), ("fmm", {"bandwidth": 5})])
+def test_causal_attention_by_the_reference_of_flash_linear_attention(gpu, variant, monkeypatch):
+    """Gates, scales, masks and segments are right for their function, not for ours alone."""
+    monkeypatch.setattr(fused, "_gated_linear_attention", reference)
+    gpu.set_backend("fused")
+    mechanism = build(variant, heads=2, kv_heads=1, dtype=torch.float32)
+    q, k, v = draw_qkv(40, heads=2, kv_heads=1, dtype=torch.float32)
+    masks = {"key_mask": torch.rand(2, 40) > 0.3, "segments": torch.arange(40).expand(2, -1) // 15}
+    assert_same_with_gradients(mechanism, q, k, v, 1e-4, causal=True, **masks)
+    assert gpu.decisions["causal"] is None
 
 
 def test_layout_of_the_kernel_call(monkeypatch):
@@ -457,13 +487,21 @@ def test_all_tensors_are_on_the_device(gpu, variant, form, monkeypatch):
 
 
 def test_predicted_costs_follow_from_shapes():
-    device = gpu_prediction.DEVICES[0]
-    favor, band = (gpu_prediction.paths()[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
+    device, length = gpu_prediction.DEVICES[0], 4096
+    paths = gpu_prediction.paths(length)
+    favor, band = (paths[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
     assert sum(kernel.operations for kernel in favor) == 8 * 64 * 64  # two products with keys, two with queries
     assert sum(kernel.operations for kernel in band) == 4 * 64 * 3 * 128  # three blocks of keys
-    length = gpu_prediction.break_even(favor, False, device)
-    flash = 4 * 64 * length / device.rate
-    assert flash == pytest.approx(sum(kernel.seconds(device) for kernel in favor), rel=0.05)
+    far = 4 * 64 * length / 16  # block means at this length
+    assert far in [kernel.operations for kernel in paths["multipole, 128 exact keys, fused", False]]
+    for path in paths:
+        found = gpu_prediction.break_even(path, device)
+        assert (found is None) == (path == ("multipole, 128 exact keys, fused", True))
+        if found is None:
+            continue
+        for length, faster in ((found, True), (0.9 * found, False)):
+            seconds = sum(kernel.seconds(device) for kernel in gpu_prediction.paths(length)[path])
+            assert (seconds <= gpu_prediction.flash(length, path[1], 64).seconds(device)) == faster
 
 
 # hf-rfattn bench --paths.

@@ -17,7 +17,7 @@ from ..ops import backend
 from ..results import SOFTMAX, load_average, name_of, new_result, rounded
 from .memory import bytes_around
 from .settings import PATHS, Settings
-from .timing import Competitor, Spread, interleave, median_ratio, synchroniser, threads
+from .timing import Competitor, interleave, median_ratio, spread, synchroniser, threads
 
 TORCH, COMPILED, FUSED = PATHS
 BACKENDS = {TORCH: "torch", COMPILED: "torch", FUSED: "auto"}
@@ -79,7 +79,7 @@ class Race(NamedTuple):
     def times(self, row: Row) -> dict[str, Any]:
         """What a cell of a result says of a row."""
         own, steps = self.seconds[row], self.competitors[row].steps
-        found: dict[str, Any] = {"milliseconds": Spread.of([1000 * s / steps for s in own]).to_dict()}
+        found: dict[str, Any] = {"milliseconds": spread([1000 * s / steps for s in own])}
         found["speed_over_softmax"] = rounded(median_ratio(self.seconds[Row(SOFTMAX)], own))
         return found | ({"first_call_seconds": rounded(self.first[row])} if row in self.first else {})
 

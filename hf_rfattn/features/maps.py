@@ -161,14 +161,12 @@ class LogLinearFeatures(FeatureMap):
         return [Landmarks(weight, bias, offset)]
 
     def pull(self, x, role, scale, gradient, weight, bias, temperature):
-        (B, H, L, D), heads = x.shape, len(weight)
-        product = gradient.reshape(B, heads, H // heads * L, -1) @ (scale * weight.to(x.dtype))
-        product = product.reshape(B, H, L, D)
+        product = per_head_product(gradient, weight.mT, scale)
         if role == "query":
             return product
         total = gradient.sum(-1, keepdim=True)
         if temperature is not None:
-            total = total * per_query_head(temperature.to(x.dtype), H)
+            total = total * per_query_head(temperature.to(x.dtype), x.shape[1])
         return product.addcmul_(x, total, value=-(scale**2))
 
 

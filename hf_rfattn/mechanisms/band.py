@@ -5,8 +5,8 @@ sliding-window attention.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ops import banded_attention, global_attention, global_keys, merge, with_global_rows
@@ -32,76 +32,75 @@ class BandConfig(MechanismConfig):
         check_at_least(self, 0, "bandwidth", "global_tokens")
 
 
-def near_attention(q, k, v, bandwidth: int, global_tokens: int, **masks) -> tuple[Tensor, Tensor]:
-    """Attention over the band and the global keys, and its lse."""
-    near = banded_attention(q, k, v, bandwidth, **masks)
-    if not global_tokens:
-        return near
-    return merge(near, global_attention(q, k, v, global_tokens, bandwidth, **masks))
+class NearField(Mechanism):
+    """Softmax over a band and over global tokens: base of mechanisms with options `bandwidth` and `global_tokens`."""
 
-
-def near_attention_of_part(q, k, v, bandwidth, global_tokens, part: Part, scale, causal) -> tuple[Tensor, Tensor]:
-    """The same for the queries of a part."""
-    near = part_of_banded_attention(q, k, v, bandwidth, part, scale=scale, causal=causal)
-    if not global_tokens:
-        return near
-    return merge(near, part_of_global_attention(q, k, v, global_tokens, bandwidth, part, scale=scale, causal=causal))
-
-
-def near_pairs(q_length, k_length, bandwidth, global_tokens, key_mask, causal, segments, device) -> Tensor:
-    """The same keys as a dense mask: which pairs are scored exactly."""
-    near = allowed_pairs(q_length, k_length, key_mask, causal, segments, bandwidth, device)
-    if global_tokens:
-        chosen = global_keys(k_length, global_tokens, key_mask, causal, segments, device)[:, None]
-        keys, queries = chosen[:, :, None], chosen[..., None] & (not causal)
-        near = near | ((keys | queries) & allowed_pairs(q_length, k_length, key_mask, causal, segments, None, device))
-    return near
-
-
-def near_multiply_adds(length: int, head_dim: int, bandwidth: int, global_tokens: int, causal: bool) -> int:
-    """Multiply-adds of a near field for one query head."""
-    sides = 1 if causal else 2
-    keys = min(length, sides * bandwidth + 1) + sides * global_tokens  # of each query
-    rows = 0 if causal else min(length, sides * global_tokens)  # that see all keys
-    return 2 * length * (keys + rows) * head_dim
-
-
-class BandAttention(Mechanism):
     handles_cross_attention = False
-    config: BandConfig
+    config: Any
 
-    def attend(self, q, k, v, *, scale, key_mask, causal, segments):
-        count = self.config.global_tokens
-        masks = {"scale": scale, "key_mask": key_mask, "causal": causal, "segments": segments}
-        out = near_attention(q, k, v, self.config.bandwidth, count, **masks)[0].to(q.dtype)
-        return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask) if count and not causal else out
+    def near_field(self, q, k, v, **masks) -> tuple[Tensor, Tensor]:
+        """Attention over the band and the global keys, and its lse."""
+        width, count = self.config.bandwidth, self.config.global_tokens
+        near = banded_attention(q, k, v, width, **masks)
+        return merge(near, global_attention(q, k, v, count, width, **masks)) if count else near
 
-    def attend_part(self, q, k, v, part, *, scale, causal):
+    def near_field_of_part(self, q, k, v, part: Part, **options) -> tuple[Tensor, Tensor]:
+        """The same for the queries of a part."""
+        width, count = self.config.bandwidth, self.config.global_tokens
+        near = part_of_banded_attention(q, k, v, width, part, **options)
+        return merge(near, part_of_global_attention(q, k, v, count, width, part, **options)) if count else near
+
+    def with_global_rows(self, out, q, k, v, scale, key_mask, causal, part: Part | None = None) -> Tensor:
+        """The same output, with softmax over all keys in the rows of global tokens, unless causal."""
         count = self.config.global_tokens
-        out = near_attention_of_part(q, k, v, self.config.bandwidth, count, part, scale, causal)[0].to(q.dtype)
-        return part_with_global_rows(out, q, k, v, count, part, scale=scale) if count and not causal else out
+        if causal or not count:
+            return out
+        if part is not None:
+            return part_with_global_rows(out, q, k, v, count, part, scale=scale)
+        return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask)
 
     def gathers_sequence(self):
         return False
 
+    def near_pairs(self, x, y, key_mask, causal, segments) -> Tensor:
+        """The near field as a dense mask: which pairs are scored exactly."""
+        count, (lengths, device) = self.config.global_tokens, ((x.shape[2], y.shape[2]), x.device)
+        near = allowed_pairs(*lengths, key_mask, causal, segments, self.config.bandwidth, device)
+        if count:
+            chosen = global_keys(lengths[1], count, key_mask, causal, segments, device)[:, None]
+            keys, queries = chosen[:, :, None], chosen[..., None] & (not causal)
+            near = near | ((keys | queries) & allowed_pairs(*lengths, key_mask, causal, segments, None, device))
+        return near
+
+    def multiply_adds(self, length, causal):
+        sides, count = 1 if causal else 2, self.config.global_tokens
+        keys = min(length, sides * self.config.bandwidth + 1) + sides * count  # of each query
+        rows = 0 if causal else min(length, sides * count)  # that see all keys
+        return 2 * length * (keys + rows) * self.head_dim
+
+
+class BandAttention(NearField):
+    config: BandConfig
+
+    def attend(self, q, k, v, *, scale, key_mask, causal, segments):
+        out, _ = self.near_field(q, k, v, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
+        return self.with_global_rows(out.to(q.dtype), q, k, v, scale, key_mask, causal)
+
+    def attend_part(self, q, k, v, part, *, scale, causal):
+        out, _ = self.near_field_of_part(q, k, v, part, scale=scale, causal=causal)
+        return self.with_global_rows(out.to(q.dtype), q, k, v, scale, None, causal, part)
+
     def new_state(self, batch, value_dim, dtype, device):
-        like = torch.empty((), dtype=dtype, device=device)
-        sizes = batch, self.num_kv_heads, self.head_dim, value_dim
-        return Window.new(*sizes, self.config.bandwidth, self.config.global_tokens, like)
+        config, sizes = self.config, (batch, self.num_kv_heads, value_dim)
+        return Window.new(*sizes, self.head_dim, config.bandwidth, config.global_tokens, dtype, device)
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         (out, _), _, window = state.attend(q, k, v, scale, key_mask)
         return out.to(q.dtype), window
 
     def dense_weights(self, x, y, key_mask, causal, segments):
-        config = self.config
-        near = near_pairs(
-            x.shape[2], y.shape[2], config.bandwidth, config.global_tokens, key_mask, causal, segments, x.device
-        )
-        return masked_softmax(x @ repeat_heads(y, x.shape[1]).transpose(-1, -2), near)
-
-    def multiply_adds(self, length, causal):
-        return near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
+        near = self.near_pairs(x, y, key_mask, causal, segments)
+        return masked_softmax(x @ repeat_heads(y, x.shape[1]).mT, near)
 
 
 register_mechanism("band", BandConfig, BandAttention)

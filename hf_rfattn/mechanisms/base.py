@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..features import FeatureMap
 from ..features.maps import RandomFeatures
 from ..ops import State, Sums, causal_linear_attention, linear_attention, linear_multiply_adds
+from ..ops.masks import unpack
 from ..ops.naive import allowed_pairs, normalised_weights, repeat_heads
-from ..ops.packing import unpack
 from ..ops.sharded import Part, part_of_causal_linear_attention, part_of_linear_attention
 from .config import MechanismConfig
 
@@ -208,26 +208,26 @@ class LinearMechanism(Mechanism):
 
     def attend(self, q, k, v, *, scale, key_mask, causal, segments):
         root = math.sqrt(scale)
-        phi_q, phi_k = self.feature_map("query", root), self.feature_map("key", root)
+        maps = self.feature_map("query", root), self.feature_map("key", root)
         if not causal:
-            return linear_attention(q, k, v, phi_q, phi_k, key_mask)
+            return linear_attention(q, k, v, *maps, key_mask)
         both = None if segments is None else (segments, segments)
-        return causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, both)[0]
+        return causal_linear_attention(q, k, v, *maps, key_mask, both)[0]
 
     def attend_part(self, q, k, v, part, *, scale, causal):
         root = math.sqrt(scale)
-        phi_q, phi_k = self.feature_map("query", root), self.feature_map("key", root)
+        maps = self.feature_map("query", root), self.feature_map("key", root)
         if causal:
-            return part_of_causal_linear_attention(q, k, v, phi_q, phi_k, part)[0]
-        return part_of_linear_attention(q, k, v, phi_q, phi_k, part)
+            return part_of_causal_linear_attention(q, k, v, *maps, part)[0]
+        return part_of_linear_attention(q, k, v, *maps, part)
 
     def gathers_sequence(self):
         return False
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         root = math.sqrt(scale)
-        phi_q, phi_k = self.feature_map("query", root), self.feature_map("key", root)
-        out, _, state = causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, sums=state)
+        maps = self.feature_map("query", root), self.feature_map("key", root)
+        out, _, state = causal_linear_attention(q, k, v, *maps, key_mask, sums=state)
         return out, state
 
     def new_state(self, batch, value_dim, dtype, device):

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import State, Sums, causal_linear_attention, global_keys, merge, with_global_rows
+from ..ops import State, Sums, causal_linear_attention, global_keys, merge
 from ..ops.banded import Window
 from ..ops.naive import allowed_pairs, masked_softmax, normalised_weights, repeat_heads
-from ..ops.sharded import part_of_causal_linear_attention, part_with_global_rows
+from ..ops.sharded import part_of_causal_linear_attention
 from ..ops.tiles import traced
-from .band import near_attention, near_attention_of_part, near_multiply_adds, near_pairs
-from .base import LinearMechanism, Mechanism
+from .band import NearField
+from .base import LinearMechanism
 from .config import MechanismConfig, check_at_least, option
 from .registry import mechanism_class, register_mechanism, resolve_config
 
@@ -65,8 +65,7 @@ class FmmState(State):
     far: list[Sums]
 
 
-class FmmAttention(Mechanism):
-    handles_cross_attention = False
+class FmmAttention(NearField):
     config: FmmConfig
     far: Any  # nn.ModuleList of LinearMechanism
 
@@ -84,17 +83,28 @@ class FmmAttention(Mechanism):
         self.reset_parameters()
 
     def attend(self, q, k, v, *, scale, key_mask, causal, segments):
-        config = self.config
         masks = {"scale": scale, "key_mask": key_mask, "causal": causal, "segments": segments}
-        near = near_attention(q, k, v, config.bandwidth, config.global_tokens, **masks)
-        if config.normalizer == "separate":
+        near = self.near_field(q, k, v, **masks)
+        if self.config.normalizer == "separate":
             out = self._sum(near[0], [far.attend(q, k, v, **masks) for far in self.far], q.dtype)
         else:
-            fars = [self._far_attention(far, q, k, v, **masks) for far in self.far]
+            out = self._merge(near, [self._far_field(far, q, k, v, **masks) for far in self.far], q.dtype)
+        return self.with_global_rows(out, q, k, v, scale, key_mask, causal)
+
+    def attend_part(self, q, k, v, part, *, scale, causal):
+        width, count, options = self.config.bandwidth, self.config.global_tokens, {"scale": scale, "causal": causal}
+        near = self.near_field_of_part(q, k, v, part, **options)
+        if self.config.normalizer == "separate":
+            out = self._sum(near[0], [far.attend_part(q, k, v, part, **options) for far in self.far], q.dtype)
+        else:
+            others, fars = part.without_global(count, causal, q) if count else part, []
+            for far in self.far:
+                maps = far.feature_map("query", math.sqrt(scale)), far.feature_map("key", math.sqrt(scale))
+                ways = (False,) if causal else (False, True)
+                lag = width + 1
+                fars.append([part_of_causal_linear_attention(q, k, v, *maps, others, lag, way) for way in ways])
             out = self._merge(near, fars, q.dtype)
-        if config.global_tokens and not causal:
-            out = with_global_rows(out, q, k, v, config.global_tokens, scale=scale, key_mask=key_mask)
-        return out
+        return self.with_global_rows(out, q, k, v, scale, None, causal, part)
 
     def _sum(self, near: Tensor, fars: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Separate terms, each with a denominator of its own."""
@@ -107,14 +117,13 @@ class FmmAttention(Mechanism):
 
     def _merge(self, near: tuple[Tensor, Tensor], fars: list[list[tuple[Tensor, Tensor]]], dtype) -> Tensor:
         """One denominator for all."""
-        weighted = [
-            (out.to(lse.dtype), lse + self.log_weights[:, number, None, None].to(lse))
-            for number, parts in enumerate([[near], *fars])
-            for out, lse in parts
-        ]
+        weighted = []
+        for number, parts in enumerate([[near], *fars]):
+            for out, lse in parts:
+                weighted.append((out.to(lse.dtype), lse + self.log_weights[:, number, None, None].to(lse)))
         return merge(*weighted)[0].to(dtype)
 
-    def _far_attention(self, far, q, k, v, *, scale, key_mask, causal, segments) -> list[tuple[Tensor, Tensor]]:
+    def _far_field(self, far, q, k, v, *, scale, key_mask, causal, segments) -> list[tuple[Tensor, Tensor]]:
         """What a far field says of the keys outside the band that are not global: of those before and those after."""
         count, length = self.config.global_tokens, k.shape[2]
         key_mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
@@ -136,82 +145,54 @@ class FmmAttention(Mechanism):
         key_mask = F.pad(key_mask, (lag, 0))[:, :length]
         if segments is not None:
             segments = segments, torch.cat([segments[:, :1].expand(-1, lag), segments], dim=1)[:, :length]
-        phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
-        out, lse, _ = causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments)
-        return out, lse + phi_q.offset(q.to(lse.dtype))
-
-    def attend_part(self, q, k, v, part, *, scale, causal):
-        width, count = self.config.bandwidth, self.config.global_tokens
-        near = near_attention_of_part(q, k, v, width, count, part, scale, causal)
-        if self.config.normalizer == "separate":
-            fars = [far.attend_part(q, k, v, part, scale=scale, causal=causal) for far in self.far]
-            out = self._sum(near[0], fars, q.dtype)
-        else:
-            others = part.without_global(count, causal, q) if count else part
-            parts: list[list[tuple[Tensor, Tensor]]] = []
-            for far in self.far:
-                phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
-                parts.append([])
-                for reverse in (False,) if causal else (False, True):
-                    found = part_of_causal_linear_attention(q, k, v, phi_q, phi_k, others, width + 1, reverse)
-                    parts[-1].append((found[0], found[1] + phi_q.offset(q.to(found[1].dtype))))
-            out = self._merge(near, parts, q.dtype)
-        return part_with_global_rows(out, q, k, v, count, part, scale=scale) if count and not causal else out
-
-    def gathers_sequence(self):
-        return False
+        maps = far.feature_map("query", math.sqrt(scale)), far.feature_map("key", math.sqrt(scale))
+        return causal_linear_attention(q, k, v, *maps, key_mask, segments)[:2]
 
     def new_state(self, batch, value_dim, dtype, device):
-        config, like = self.config, torch.empty((), dtype=dtype, device=device)
-        sizes = batch, self.num_kv_heads, self.head_dim, value_dim
-        state = FmmState(Window.new(*sizes, config.bandwidth, config.global_tokens, like), [])
+        config, sizes = self.config, (batch, self.num_kv_heads, value_dim)
+        window = Window.new(*sizes, self.head_dim, config.bandwidth, config.global_tokens, dtype, device)
+        state = FmmState(window, [])
         for far in self.far:
-            shape = batch, self.num_kv_heads, value_dim
-            state.far.append(Sums.of_none(far.feature_map("key"), shape, dtype, device))
+            state.far.append(Sums.of_none(far.feature_map("key"), sizes, dtype, device))
         return state
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
         near, (keys, values, taken), window = state.window.attend(q, k, v, scale, key_mask)
-        pairs = list(zip(self.far, state.far, strict=True))
-        if self.config.normalizer == "separate":
-            terms, after = [], []
-            for far, past in pairs:
+        joint, after = self.config.normalizer == "joint", []
+        terms: list[Any] = []
+        for far, past in zip(self.far, state.far, strict=True):
+            if joint:
+                maps = far.feature_map("query", math.sqrt(scale)), far.feature_map("key", math.sqrt(scale))
+                *term, sums = causal_linear_attention(q.to(keys.dtype), keys, values, *maps, taken, sums=past)
+            else:
                 term, sums = far.attend_after(q, k, v, past, scale=scale, key_mask=key_mask)
-                terms.append(term)
-                after.append(sums)
-            return self._sum(near[0], terms, q.dtype), FmmState(window, after)
-        fars, left = [], []
-        for far, past in pairs:
-            phi_q, phi_k = (far.feature_map(role, math.sqrt(scale)) for role in ("query", "key"))
-            out, lse, sums = causal_linear_attention(q.to(keys.dtype), keys, values, phi_q, phi_k, taken, sums=past)
-            fars.append([(out, lse + phi_q.offset(q.to(lse.dtype)))])
-            left.append(sums)
-        return self._merge(near, fars, q.dtype), FmmState(window, left)
+            terms.append([term] if joint else term)
+            after.append(sums)
+        out = self._merge(near, terms, q.dtype) if joint else self._sum(near[0], terms, q.dtype)
+        return out, FmmState(window, after)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
         config = self.config
-        lengths = x.shape[2], y.shape[2]
-        near = near_pairs(*lengths, config.bandwidth, config.global_tokens, key_mask, causal, segments, x.device)
-        scores = x @ repeat_heads(y, x.shape[1]).transpose(-1, -2)
+        near = self.near_pairs(x, y, key_mask, causal, segments)
+        scores = x @ repeat_heads(y, x.shape[1]).mT
         weight = self.log_weights.to(x.dtype).exp()[:, :, None, None]  # [H, terms, 1, 1]
-        allowed = allowed_pairs(*lengths, key_mask, causal, segments, device=x.device)
+        allowed = allowed_pairs(x.shape[2], y.shape[2], key_mask, causal, segments, device=x.device)
         if config.normalizer == "separate":
             out = weight[:, 0] * masked_softmax(scores, near)
             for term, far in enumerate(self.far, start=1):
                 out = out + weight[:, term] * far.dense_weights(x, y, key_mask, causal, segments)
             if not config.global_tokens or causal:
                 return out
-            chosen = global_keys(lengths[1], config.global_tokens, key_mask, causal, segments, x.device)
+            chosen = global_keys(y.shape[2], config.global_tokens, key_mask, causal, segments, x.device)
             return torch.where(chosen[:, None, :, None], masked_softmax(scores, allowed), out)
         joint = weight[:, 0] * scores.exp().masked_fill(~near, 0)
         for term, far in enumerate(self.far, start=1):
-            q, k = far.feature_map("query").exactly(x), far.feature_map("key").exactly(y)
-            products = q.dense() @ repeat_heads(k.dense(), x.shape[1]).transpose(-1, -2)
-            joint = joint + weight[:, term] * products.masked_fill(near, 0)
+            q, k = far.feature_map("query").exactly(x).dense(), far.feature_map("key").exactly(y).dense()
+            joint = joint + weight[:, term] * (q @ repeat_heads(k, x.shape[1]).mT).masked_fill(near, 0)
         return normalised_weights(joint, allowed)
 
     def multiply_adds(self, length, causal):
-        near = near_multiply_adds(length, self.head_dim, self.config.bandwidth, self.config.global_tokens, causal)
+        near = super().multiply_adds(length, causal)
         if self.config.normalizer == "separate":
             return near + sum(far.multiply_adds(length, causal) for far in self.far)
         return near + sum((1 if causal else 2) * far.multiply_adds(length, True) for far in self.far)

@@ -6,7 +6,7 @@ and the neighbouring tiles that the band reaches into.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,65 +47,75 @@ def banded_attention(
             break
     if not traced():  # a compiler would have to compile again for another length
         size, bandwidth = min(size, q.shape[2]), min(bandwidth, k.shape[2])
-    reach = -(-bandwidth // size)
-    width = (1 + reach + (0 if causal else reach)) * size
-    band = _Band(bandwidth, scale, causal, size, reach, width, k.shape[2] - q.shape[2])
+    left = -(-bandwidth // size) * size
+    band = _Band(bandwidth, scale, causal, size, left, 0 if causal else left, k.shape[2] - q.shape[2])
     arguments = q, k, v, band, key_mask, None if segments is None else (segments, segments)
-    if torch.is_grad_enabled() and (found := differentiate(_BandedAttention, *arguments)) is not None:
-        return found
-    return _attention(*arguments)
+    found = differentiate(_BandedAttention, *arguments) if torch.is_grad_enabled() else None
+    return _attention(*arguments) if found is None else found
 
 
 class _Band(NamedTuple):
-    """A band in tiles of `size` positions, `reach` of which it reaches into on each side."""
+    """A band in tiles of `size` positions, with the keys of the tiles that it reaches into on both sides."""
 
     bandwidth: int
     scale: float
     causal: bool
     size: int
-    reach: int
-    width: int  # keys of a tile and of those around it
+    left: int  # keys before a tile
+    right: int  # keys after a tile
     ahead: int  # the first query stands at this key
-
-    def around(self, rows: slice) -> tuple[int, int]:
-        """The keys of whole tiles that a block of queries needs: from, to; beyond both ends of the sequence too."""
-        length, left = rows.stop - rows.start, self.reach * self.size
-        count = length + traced_filling(self.size) if traced() else -(-length // self.size) * self.size
-        start = rows.start + self.ahead - left
-        return start, start + count + self.width - self.size
 
 
 def _attention(q, k, v, band, key_mask, segments) -> tuple[Tensor, Tensor]:
-    size, length = block_size(q, band.width, least=band.size, multiple=band.size), q.shape[2]
-    if size >= length:
-        return _attend_block(slice(0, length), q, k, v, band, key_mask, segments)
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], 1, dtype=compute_dtype(q))
-    for start in range(0, length, size):
-        rows = slice(start, min(start + size, length))
-        out[:, :, rows], lse[:, :, rows] = _attend_block(rows, q, k, v, band, key_mask, segments)
-    return out, lse
+    blocks = _blocks(q, k, v, band, key_mask, segments)
+    if len(blocks) == 1:
+        return _attend_block(*blocks[0][2])
+    outs, logs = zip(*(_attend_block(*block) for _, _, block in blocks), strict=True)
+    return torch.cat(outs, 2), torch.cat(logs, 2)
 
 
-def _attend_block(rows: slice, q, k, v, band, key_mask, segments) -> tuple[Tensor, Tensor]:
-    """Attention of some queries, and its lse."""
-    kv_heads, size, (start, stop) = k.shape[1], band.size, band.around(rows)
+def _blocks(q, k, v, band: _Band, key_mask, segments) -> list[tuple[slice, slice, tuple[Any, ...]]]:
+    """Queries in blocks of whole tiles with the keys that they need: where both are, and arguments of `_attend_block`.
+
+    For compilers there is one block.
+    """
+    length, k_length = q.shape[2], k.shape[2]
+    step = block_size(q, band.left + band.size + band.right, least=band.size, multiple=band.size)
+    if step >= length:
+        return [(slice(0, length), slice(0, k_length), (q, k, v, band, key_mask, segments))]
+    found = []
+    for start in range(0, length, step):
+        rows, first = slice(start, min(start + step, length)), start + band.ahead - band.left
+        here = slice(max(first, 0), min(first + band.left + step + band.right, k_length))
+        tensors = q[:, :, rows], k[:, :, here], v[:, :, here]
+        visible = None if key_mask is None else key_mask[:, here]
+        numbers = None if segments is None else (segments[0][:, rows], segments[1][:, here])
+        local = band._replace(ahead=band.left + first - here.start)
+        found.append((rows, here, (*tensors, local, visible, numbers)))
+    return found
+
+
+def _attend_block(q, k, v, band: _Band, key_mask, segments) -> tuple[Tensor, Tensor]:
+    """Attention of all tiles at once, and its lse."""
+    (heads, length), (kv_heads, k_length), size = q.shape[1:3], k.shape[1:3], band.size
+    width, start = band.left + size + band.right, band.ahead - band.left
+    count = length + traced_filling(size) if traced() else -(-length // size) * size
+    cut = start, start + count + width - size, size, width  # how keys become windows around tiles
     dtype = torch.promote_types(q.dtype, torch.float32)
-    x = into_tiles(q[:, :, rows].to(dtype) * band.scale, size, kv_heads)  # [B, Hkv, T, G · C, D]
-    y = windows(k, start, stop, size, band.width).to(dtype)  # [B, Hkv, T, W, E]
-    u = windows(v, start, stop, size, band.width).to(dtype)
-    a = torch.arange(size, device=q.device)[:, None]
-    distance = band.reach * size + a - torch.arange(band.width, device=q.device)
+    x = into_tiles(q.to(dtype) * band.scale, size, kv_heads)  # [B, Hkv, T, G · C, D]
+    y, u = windows(k, *cut).to(dtype), windows(v, *cut).to(dtype)  # [B, Hkv, T, W, E]
+    distance = torch.arange(band.left, band.left + size, device=q.device)[:, None]
+    distance = distance - torch.arange(width, device=q.device)
     allowed = (distance.abs() <= band.bandwidth) & (distance >= 0 if band.causal else True)
-    if key_mask is None and (traced() or start < 0 or stop > k.shape[2]):
-        key_mask = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device)
+    if key_mask is None and (traced() or start < 0 or cut[1] > k_length):
+        key_mask = torch.ones(1, k_length, dtype=torch.bool, device=k.device)
     if key_mask is not None:
-        allowed = allowed & windows(key_mask[:, None, :, None], start, stop, size, band.width).mT
+        allowed = allowed & windows(key_mask[:, None, :, None], *cut).mT
     if segments is not None:
-        own = into_tiles(segments[0][:, None, rows, None], size, 1)
-        allowed = allowed & (own == windows(segments[1][:, None, :, None], start, stop, size, band.width).mT)
-    allowed = allowed.repeat(*[1] * (allowed.ndim - 2), q.shape[1] // kv_heads, 1)
+        own = into_tiles(segments[0][:, None, :, None], size, 1)
+        allowed = allowed & (own == windows(segments[1][:, None, :, None], *cut).mT)
+    allowed = allowed.repeat(*[1] * (allowed.ndim - 2), heads // kv_heads, 1)
     out, lse = softmax_of_scores(x @ y.mT + torch.where(allowed, 0.0, -torch.inf), u)
-    heads, length = q.shape[1], rows.stop - rows.start
     return from_tiles(out, heads, length).to(q.dtype), from_tiles(lse, heads, length)
 
 
@@ -122,28 +132,16 @@ class _BandedAttention(torch.autograd.Function):
         arguments, _ = kept(ctx)
         if torch.is_grad_enabled():  # for second derivatives
             return None, *gradients_of(_attention, arguments, gradients)
-        q, k, v, band, key_mask, segments = arguments
+        q, k, v, band, _, segments = arguments
         dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=compute_dtype(x)) for x in (k, v))
-        size, length = block_size(q, band.width, least=band.size, multiple=band.size), q.shape[2]
-        for first in range(0, length, size):
-            rows = slice(first, min(first + size, length))
-            start, stop = band.around(rows)
-            here = slice(max(start, 0), min(stop, k.shape[2]))
-            local = band._replace(ahead=band.ahead + rows.start - here.start), *_cut(rows, here, key_mask, segments)
-            tensors = (x.detach().requires_grad_() for x in (q[:, :, rows], k[:, :, here], v[:, :, here]))
-            block = slice(0, rows.stop - rows.start), *tensors, *local
-            found: Any = gradients_of(_attend_block, block, [g[:, :, rows] for g in gradients])
-            _, dq[:, :, rows], new_k, new_v, *_ = found
-            dk[:, :, here] += new_k
-            dv[:, :, here] += new_v
+        for rows, here, block in _blocks(*arguments):
+            tensors = (x.detach().requires_grad_() for x in block[:3])
+            found: Any = gradients_of(_attend_block, (*tensors, *block[3:]), [g[:, :, rows] for g in gradients])
+            dq[:, :, rows] = found[0]
+            dk[:, :, here] += found[1]
+            dv[:, :, here] += found[2]
         nothing = [None] * (len(band) + 1), None if segments is None else (None, None)
         return None, dq, dk.to(k.dtype), dv.to(v.dtype), *tree_leaves(nothing)
-
-
-def _cut(rows: slice, here: slice, key_mask: Tensor | None, segments: tuple[Tensor, Tensor] | None) -> tuple[Any, Any]:
-    """The masks of some queries and keys."""
-    key_mask = None if key_mask is None else key_mask[:, here]
-    return key_mask, None if segments is None else (segments[0][:, rows], segments[1][:, here])
 
 
 def global_attention(
@@ -222,64 +220,30 @@ def with_global_rows(
 
 
 @dataclass
-class Globals(State):
-    """The global keys of each sequence, N slots that fill up with its first visible keys."""
-
-    keys: Tensor  # [B, Hkv, N, D]
-    values: Tensor
-    positions: Tensor  # [B, N]
-    count: Tensor  # [B, 1], visible keys so far
-    seen: Tensor  # [B, 1], positions so far
-    in_window: Tensor  # [B, W + 1], keys of the window that are global
-
-    def with_new(self, k: Tensor, v: Tensor, visible: Tensor) -> "Globals":
-        """After new tokens; their part of `in_window` behind the old one."""
-        rank = self.count + visible.long().cumsum(1) - visible.long()  # [B, L]
-        slots = self.keys.shape[2]
-        chosen = visible & (rank < slots)
-        place = chosen[:, None] & (rank[:, None] == torch.arange(slots, device=k.device)[:, None])  # [B, N, L]
-        positions = self.seen + torch.arange(k.shape[2], device=k.device)  # [B, L]
-        one = place[:, None].to(k.dtype)
-        return Globals(
-            self.keys + one @ k,
-            self.values + one @ v,
-            self.positions + (place.long() * positions[:, None]).sum(-1),
-            self.count + visible.long().sum(1, keepdim=True),
-            positions[:, -1:] + 1,
-            torch.cat([self.in_window, chosen], dim=1),
-        )
-
-
-@dataclass
 class Window(State):
-    """The near field of generation: the last W + 1 keys and values, and the global ones."""
+    """The near field of generation: the last W + 1 keys and values, and N slots for the first visible ones, which are
+    global.
+    """
 
     keys: Tensor  # [B, Hkv, W + 1, D]
     values: Tensor  # [B, Hkv, W + 1, Dv]
     visible: Tensor  # [B, W + 1]
-    globals: Globals | None
+    global_keys: Tensor  # [B, Hkv, N, D]
+    global_values: Tensor  # [B, Hkv, N, Dv]
+    global_at: Tensor  # [B, N], their positions, -1 for an empty slot
+    seen: Tensor  # [B, 1], positions so far
+    empty: ClassVar[dict[str, float]] = {"global_at": -1}
 
     @staticmethod
-    def new(batch: int, heads: int, head_dim: int, value_dim: int, bandwidth: int, global_tokens: int, like: Tensor):
-        """The empty window, `like` a tensor in dtype and device."""
-        width, count = bandwidth + 1, global_tokens
-        zeros, long = like.new_zeros, torch.long
-        chosen = None
-        if count:
-            chosen = Globals(
-                zeros(batch, heads, count, head_dim),
-                zeros(batch, heads, count, value_dim),
-                zeros(batch, count, dtype=long),
-                zeros(batch, 1, dtype=long),
-                zeros(batch, 1, dtype=long),
-                zeros(batch, width, dtype=torch.bool),
-            )
-        return Window(
-            zeros(batch, heads, width, head_dim),
-            zeros(batch, heads, width, value_dim),
-            zeros(batch, width, dtype=torch.bool),
-            chosen,
-        )
+    def new(batch, heads, value_dim, head_dim, bandwidth, global_tokens, dtype, device) -> "Window":
+        """The empty window."""
+        keys = torch.zeros(batch, heads, bandwidth + 1, head_dim, dtype=dtype, device=device)
+        values = keys.new_zeros(batch, heads, bandwidth + 1, value_dim)
+        visible = keys.new_zeros(batch, bandwidth + 1, dtype=torch.bool)
+        first_keys = keys.new_zeros(batch, heads, global_tokens, head_dim)
+        first_values = keys.new_zeros(batch, heads, global_tokens, value_dim)
+        at = keys.new_full((batch, global_tokens), -1, dtype=torch.long)
+        return Window(keys, values, visible, first_keys, first_values, at, at.new_zeros(batch, 1))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None
@@ -299,16 +263,18 @@ class Window(State):
             near = attend(q, keys[:, :, 1:], values[:, :, 1:], bias, scale)
         else:
             near = banded_attention(q, keys, values, bandwidth, scale=scale, key_mask=visible, causal=True)
-        far, chosen = visible, None
-        if self.globals is not None:
-            chosen = self.globals.with_new(k, v, new)
-            far = visible & ~chosen.in_window
-            chosen.in_window = chosen.in_window[:, length:]
-            filled = torch.arange(chosen.keys.shape[2], device=k.device) < chosen.count  # [B, N]
-            positions = self.globals.seen + torch.arange(length, device=k.device)
-            beyond = positions[:, :, None] - chosen.positions[:, None] > bandwidth  # [B, L, N]
-            bias = torch.where((filled[:, None] & beyond)[:, None], 0.0, -torch.inf)
-            near = merge(near, attend(q, chosen.keys, chosen.values, bias, scale))
+        far, first_keys, first_values, first_at = visible, self.global_keys, self.global_values, self.global_at
+        if first_at.shape[1]:
+            at = self.seen - bandwidth - 1 + torch.arange(visible.shape[1], device=k.device)  # positions [B, W + 1 + L]
+            slot = (first_at >= 0).sum(1, keepdim=True) + new.long().cumsum(1) - 1  # [B, L], if one is free
+            takes = new[:, None] & (slot[:, None] == torch.arange(first_at.shape[1], device=k.device)[:, None])
+            one = takes[:, None].to(dtype)  # [B, 1, N, L]
+            first_keys, first_values = first_keys + one @ k, first_values + one @ v
+            first_at = first_at + (takes.long() * (1 + at[:, None, -length:])).sum(-1)
+            far = visible & ~(at[:, :, None] == first_at[:, None]).any(-1)
+            beyond = (first_at >= 0)[:, None] & (at[:, -length:, None] - first_at[:, None] > bandwidth)  # [B, L, N]
+            bias = torch.where(beyond[:, None], 0.0, -torch.inf)
+            near = merge(near, attend(q, first_keys, first_values, bias, scale))
         gone, kept = slice(0, length), slice(length, None)
-        window = Window(keys[:, :, kept], values[:, :, kept], visible[:, kept], chosen)
-        return near, (keys[:, :, gone], values[:, :, gone], far[:, gone]), window
+        window = keys[:, :, kept], values[:, :, kept], visible[:, kept], first_keys, first_values, first_at
+        return near, (keys[:, :, gone], values[:, :, gone], far[:, gone]), Window(*window, self.seen + length)

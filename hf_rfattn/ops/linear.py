@@ -9,7 +9,8 @@ so that no denominator is left and nothing can overflow. Signed features have no
 Memory is O(B·H·(L·D + M·D)): features exist for a block of positions at a time, in backward too.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from . import backend, fused
 from .autograd import differentiate, gradients_of, keep, kept, recompute
-from .softmax import SOME, exp_of_difference
+from .softmax import SOME, exp_of_difference, softmax_of_scores
 from .tiles import block_size
 
 
@@ -29,10 +30,6 @@ class Features(NamedTuple):
 
     log: Tensor  # [B, H, L, M], or [B, H, L, 1] beside a factor
     factor: Tensor | None = None  # [B, H, L, M]
-
-    def rows(self, rows: slice) -> "Features":
-        """Of some positions."""
-        return Features(self.log[:, :, rows], None if self.factor is None else self.factor[:, :, rows])
 
     def dense(self) -> Tensor:
         """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
@@ -69,50 +66,40 @@ class FeatureFunction(NamedTuple):
     def exactly(self, x: Tensor) -> Features:
         """φ of tokens as it is defined."""
         found = self.map.features(x, self.role, self.scale, *self.tensors)
-        return found if self.role == "key" else found._replace(log=found.log + self.offset(x))
+        if self.role == "key":
+            return found
+        return found._replace(log=found.log + self.map.query_offset(x, self.scale, *self.tensors))
 
     def landmarks(self, x: Tensor) -> list[fused.Landmarks]:
         """φ of tokens as log-linear features, for fused kernels."""
         return self.map.landmarks(x, self.role, self.scale, *self.tensors)
 
-    def offset(self, x: Tensor) -> Tensor | float:
-        """The logarithm of the factor that operators leave out of φ of queries."""
-        return self.map.query_offset(x, self.scale, *self.tensors)
-
 
 @dataclass
 class State:
-    """Base of all states: dataclasses of tensors, of other states, and of lists of these.
+    """Base of all states: dataclasses of tensors (or None), of other states, and of lists of states.
 
     `empty` gives the value a field has when nothing was seen, if that is not zero.
     """
 
     empty: ClassVar[dict[str, float]] = {}
 
-    def parts(self) -> list[tuple[str, Any]]:
-        """The tensors and states in each field, with its name."""
-        found: list[tuple[str, Any]] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for item in value if isinstance(value, list) else [value]:
-                if item is not None:
-                    found.append((field.name, item))
-        return found
-
     def tensors(self) -> list[Tensor]:
         """All tensors, in a fixed order."""
         found: list[Tensor] = []
-        for _, part in self.parts():
-            found += part.tensors() if isinstance(part, State) else [part]
+        for value in vars(self).values():
+            for part in value if isinstance(value, list) else [value]:
+                found += part.tensors() if isinstance(part, State) else [] if part is None else [part]
         return found
 
     def reset(self) -> None:
         """Forget everything, in place."""
-        for name, part in self.parts():
-            if isinstance(part, State):
-                part.reset()
-            else:
-                part.fill_(self.empty.get(name, 0.0))
+        for name, value in vars(self).items():
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, State):
+                    part.reset()
+                elif part is not None:
+                    part.fill_(self.empty.get(name, 0.0))
 
     def map(self, function: Any) -> "State":
         """The same state of other tensors: `function` of each."""
@@ -122,7 +109,7 @@ class State:
                 return [mapped(item) for item in value]
             return value.map(function) if isinstance(value, State) else None if value is None else function(value)
 
-        return type(self)(**{field.name: mapped(getattr(self, field.name)) for field in fields(self)})
+        return type(self)(**{name: mapped(value) for name, value in vars(self).items()})
 
     def index_select(self, rows: Tensor) -> "State":
         """The state of some sequences of the batch, in any order, repeated or not."""
@@ -133,13 +120,15 @@ class State:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def copy_(self, other: "State") -> None:
-        """Take the values of another state of the same shape, at the same addresses."""
-        with torch.no_grad():
-            for field in fields(self):
-                mine, theirs = getattr(self, field.name), getattr(other, field.name)
-                pairs = zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]
-                for old, new in pairs:
-                    if old is not new:
+        """Take the values of another state, at the same addresses; tensors that have grown are replaced."""
+        for name, value in vars(self).items():
+            theirs = getattr(other, name)
+            if isinstance(value, Tensor) and value.shape != theirs.shape:
+                setattr(self, name, theirs.detach())
+                continue
+            for old, new in zip(value, theirs, strict=True) if isinstance(value, list) else [(value, theirs)]:
+                if old is not new:
+                    with torch.no_grad():
                         old.copy_(new)
 
 
@@ -175,32 +164,25 @@ class Sums(State):
         return Sums(scale, self.outer * mine + other.outer * theirs, self.total * mine + other.total * theirs)
 
     def landmarks(self) -> tuple[Tensor, Tensor]:
-        """λ `[..., 1, M]`, very small where nothing has mass, and μ `[..., M, Dv]`."""
+        """λ `[..., 1, M]`, -inf where nothing has mass, and μ `[..., M, Dv]`."""
         total = self.total.clamp(min=SOME)
-        return (self.log_scale + total.log().mT).clamp(min=_NOTHING), self.outer / total
+        return self.log_scale + total.log().mT, self.outer / total
 
-    def read(self, q: Features, floor: Tensor | None = None) -> Tensor:
-        """Attention of queries `[B, H, L, M]` → `[B, H, L, Dv]`; zeros where nothing has mass."""
-        kv_heads, heads = self.outer.shape[1], q.log.shape[1]
+    def read(self, q: Features, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attention of queries `[B, H, L, M]` → `[B, H, L, Dv]`, zeros where nothing has mass; and log φ(x)ᵀz
+        `[B, H, L, 1]`, -inf where it is zero (or, of signed features, negative).
+        """
+        heads, kv_heads = q.log.shape[1], self.outer.shape[1]
+        log = regroup(q.log, kv_heads)
         if q.factor is None:
             mass, mean = self.landmarks()
-            return regroup(torch.softmax(regroup(q.log, kv_heads) + mass, -1) @ mean, heads)
+            out, lse = softmax_of_scores(log + mass, mean)
+            return regroup(out, heads), regroup(lse, heads)
         phi = regroup(q.factor, kv_heads)
-        least = None if floor is None else floor.to(phi) * self.total[..., -1:, :]
-        return regroup((phi @ self.outer) / floored(phi @ self.total, least), heads)
-
-    def log_sum(self, q: Features) -> Tensor:
-        """log φ(x)ᵀz of queries, `[B, H, L, 1]`, -inf where it is zero (or, of signed features, negative)."""
-        heads, kv_heads = q.log.shape[1], self.outer.shape[1]
-        if q.factor is not None:
-            total = (regroup(q.factor, kv_heads) @ self.total).clamp(min=0)
-            log = total.masked_fill(total == 0, 1.0).log().masked_fill(total == 0, -torch.inf) + self.log_scale
-            return regroup(log, heads) + q.log
-        log = torch.logsumexp(regroup(q.log, kv_heads) + self.landmarks()[0], -1, keepdim=True)
-        return regroup(log.masked_fill(log < _NOTHING / 2, -torch.inf), heads)
-
-
-_NOTHING = -8e37  # the log-mass of no keys: finite, so that a softmax over nothing but such is no NaN
+        d = phi @ self.total
+        out = (phi @ self.outer) / floored(d, None if floor is None else floor.to(d) * self.total[..., -1:, :])
+        lse = d.masked_fill(d <= 0, 1.0).log().masked_fill(d <= 0, -torch.inf) + self.log_scale + log
+        return regroup(out, heads), regroup(lse, heads)
 
 
 def floored(denominator: Tensor, least: Tensor | None = None) -> Tensor:
@@ -240,61 +222,58 @@ def linear_attention(
         problem = None if phi_q.map.log_linear else "features are not log-linear"
         if backend.fused("linear", linear_attention, arguments, problem):
             return fused.linear_attention(*arguments, key_mask)
+    found = None
     if phi_q.positive and torch.is_grad_enabled():
         found = differentiate(_PositiveAttention, q, k, v, phi_q, phi_k, key_mask)
-        if found is not None:
-            return found
-    return _read(q, summarise(k, v, phi_k, key_mask), phi_q)
+    return read(q, summarise(k, v, phi_k, key_mask), phi_q) if found is None else found
 
 
 def summarise(k: Tensor, v: Tensor, phi: FeatureFunction, key_mask: Tensor | None = None) -> Sums:
     """The sums over all visible keys."""
     size = block_size(k, phi.size, least=phi.size)  # sums of a block are no larger than its values
-    visible = None if key_mask is None else key_mask[:, None, :, None]
-    parts: Any = [(k, v, visible)]
-    if size < k.shape[2]:  # not so for compilers, which are not to see sizes
-        masks: Any = repeat(None) if visible is None else visible.split(size, dim=2)
-        parts = zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False)
-    found = None
-    for y, u, mask in parts:
-        if torch.is_grad_enabled():
-            new = Sums(*recompute(_summarise_block, y, u, phi, mask))
-        else:
-            new = Sums(*_summarise_block(y, u, phi, mask))
-        found = new if found is None else found.plus(new)
-    return found  # type: ignore[return-value]  # there is a key
+    sums_of = partial(recompute, _sums_of_block) if torch.is_grad_enabled() else _sums_of_block
+    if size >= k.shape[2]:  # as for compilers, which are not to see sizes
+        return Sums(*sums_of(k, v, phi, key_mask))
+    masks: Any = repeat(None) if key_mask is None else key_mask.split(size, dim=1)
+    blocks = zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False)
+    return reduce(Sums.plus, (Sums(*sums_of(y, u, phi, mask)) for y, u, mask in blocks))
 
 
-def _summarise_block(y: Tensor, u: Tensor, phi: FeatureFunction, visible: Tensor | None) -> tuple[Tensor, ...]:
+def _sums_of_block(y: Tensor, u: Tensor, phi: FeatureFunction, key_mask: Tensor | None) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(y.dtype, torch.float32)
-    sums = Sums.of(phi(y.to(dtype)), u.to(dtype), visible)
+    sums = Sums.of(phi(y.to(dtype)), u.to(dtype), None if key_mask is None else key_mask[:, None, :, None])
     return sums.log_scale, sums.outer, sums.total
 
 
-def _read(q: Tensor, sums: Sums, phi: FeatureFunction) -> Tensor:
+def read(q: Tensor, sums: Sums, phi: FeatureFunction) -> Tensor:
+    """What queries read from the sums over all keys."""
     size = block_size(q, phi.size)
     tensors = sums.landmarks() if phi.positive else (sums.log_scale, sums.outer, sums.total)
+    read_block = partial(recompute, _read_block) if torch.is_grad_enabled() else _read_block
     if size >= q.shape[2]:
-        return recompute(_read_block, q, phi, *tensors) if torch.is_grad_enabled() else _read_block(q, phi, *tensors)
+        return read_block(q, phi, *tensors)
     if torch.is_grad_enabled():
-        return torch.cat([recompute(_read_block, x, phi, *tensors) for x in q.split(size, dim=2)], dim=2)
-    out = q.new_empty(*q.shape[:3], sums.outer.shape[-1])
+        return torch.cat([read_block(x, phi, *tensors) for x in q.split(size, dim=2)], dim=2)
+    out = q.new_empty(*q.shape[:3], sums.outer.shape[-1])  # blocks are then small enough to stay in a CPU's caches
     for x, part in zip(q.split(size, dim=2), out.split(size, dim=2), strict=True):
-        part.copy_(_read_block(x, phi, *tensors))
+        part.copy_(read_block(x, phi, *tensors))
     return out
 
 
 def _read_block(x: Tensor, phi: FeatureFunction, *tensors: Tensor) -> Tensor:
     q = phi(x.to(tensors[1].dtype))
     if not phi.positive:
-        return Sums(*tensors).read(q, phi.floor).to(x.dtype)
+        return Sums(*tensors).read(q, phi.floor)[0].to(x.dtype)
     mass, mean = tensors
-    weights = torch.softmax(regroup(q.log, mean.shape[1]) + mass, -1)
+    weights = torch.softmax(regroup(q.log, mean.shape[1]) + mass.clamp(min=_NOTHING), -1)
     return regroup(weights @ mean, x.shape[1]).to(x.dtype)
 
 
+_NOTHING = -8e37  # in place of a mass of -inf: a softmax over nothing but such is no NaN
+
+
 def _attention(q, k, v, phi_q, phi_k, key_mask) -> Tensor:
-    return _read(q, summarise(k, v, phi_k, key_mask), phi_q)
+    return read(q, summarise(k, v, phi_k, key_mask), phi_q)
 
 
 class _PositiveAttention(torch.autograd.Function):
@@ -304,7 +283,7 @@ class _PositiveAttention(torch.autograd.Function):
     def forward(ctx: Any, spec: Any, *leaves: Any) -> Tensor:
         q, k, v, phi_q, phi_k, key_mask = tree_unflatten(leaves, spec)
         sums = summarise(k, v, phi_k, key_mask)
-        out = _read(q, sums, phi_q)
+        out = read(q, sums, phi_q)
         keep(ctx, spec, leaves, out, *sums.landmarks())
         return out
 
@@ -315,85 +294,69 @@ class _PositiveAttention(torch.autograd.Function):
             return None, *gradients_of(_attention, arguments, [gradient])
         q, k, v, phi_q, phi_k, key_mask = arguments
         dtype, heads, kv_heads = mass.dtype, q.shape[1], k.shape[1]
-        queries, keys = FeatureGradients(phi_q), FeatureGradients(phi_k)
-        dq, dk, dv = Filled(q), Filled(k), Filled(v)
+        queries, keys, dv = FeatureGradients(phi_q, q), FeatureGradients(phi_k, k), torch.empty_like(v)
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(mass)
         size = block_size(q, phi_q.size)
-        for x, g, o in zip(*(z.split(size, dim=2) for z in (q, gradient, out)), strict=True):
-            weights = torch.softmax(regroup(queries.logs(x), kv_heads) + mass, -1)
-            g, o = (regroup(z.to(dtype), kv_heads) for z in (g, o))
+        for rows in (slice(start, start + size) for start in range(0, q.shape[2], size)):
+            weights = torch.softmax(regroup(queries.logs(rows), kv_heads) + mass.clamp(min=_NOTHING), -1)
+            g, o = (regroup(z[:, :, rows].to(dtype), kv_heads) for z in (gradient, out))
             d_logs = (g @ mean.mT).sub_(torch.linalg.vecdot(g, o).unsqueeze(-1)).mul_(weights)
             d_mean += weights.mT @ g
             d_mass += d_logs.sum(-2, keepdim=True)
-            dq.put(queries.pull(regroup(d_logs, heads)))
+            queries.pull(regroup(d_logs, heads))
         shift = (d_mean * mean).sum(-1).unsqueeze(-2) - d_mass
         size = block_size(k, phi_k.size, least=phi_k.size)
-        masks: Any = repeat(None) if key_mask is None else key_mask[:, None, :, None].split(size, dim=2)
-        for y, u, mask in zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False):
-            weights = exp_of_difference(keys.logs(y, mask), mass)
-            d_logs = (u.to(dtype) @ d_mean.mT).sub_(shift).mul_(weights)
-            dv.put(weights @ d_mean)
-            dk.put(keys.pull(d_logs))
-        d_tokens = dq.whole if queries.used else None, dk.whole if keys.used else None
-        return None, *tree_leaves((*d_tokens, dv.whole, queries.found(), keys.found(), None))
+        for rows in (slice(start, start + size) for start in range(0, k.shape[2], size)):
+            log = keys.logs(rows)
+            if key_mask is not None:
+                log = log.masked_fill(~key_mask[:, None, rows, None], -torch.inf)
+            weights = exp_of_difference(log, mass)
+            keys.pull((v[:, :, rows].to(dtype) @ d_mean.mT).sub_(shift).mul_(weights))
+            dv = filled(dv, rows, weights @ d_mean)
+        return None, *tree_leaves((queries.d_tokens, keys.d_tokens, dv, queries.d_phi(), keys.d_phi(), None))
 
 
-class Filled:
-    """A tensor like another one that is filled block by block; one block that is all of it is not copied."""
-
-    def __init__(self, like: Tensor):
-        self.like, self.whole, self.stop = like, like, 0
-
-    def put(self, block: Tensor) -> None:
-        """The next positions."""
-        start, self.stop = self.stop, self.stop + block.shape[2]
-        if block.shape[2] == self.like.shape[2]:
-            self.whole = block.to(self.like.dtype)
-            return
-        if start == 0:
-            self.whole = torch.empty_like(self.like)
-        self.whole[:, :, start : self.stop] = block
+def filled(whole: Tensor, rows: slice, block: Tensor) -> Tensor:
+    """A tensor with some of its positions taken from a block; one that is all of it is not copied."""
+    if block.shape[2] == whole.shape[2]:
+        return block.to(whole.dtype)
+    whole[:, :, rows] = block
+    return whole
 
 
 class FeatureGradients:
-    """Takes gradients of log-features back to tokens, block by block, and sums those of the tensors of φ."""
+    """Takes gradients of log-features back to tokens `[B, H, L, D]`, block by block, and to the tensors of φ."""
 
-    def __init__(self, phi: FeatureFunction):
-        self.tensors = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in phi.tensors]
-        self.phi = phi._replace(tensors=tuple(self.tensors))
-        self.sums: list[Tensor | None] = [None] * len(self.tensors)
-        self.used = False  # whether features depend on tokens at all
-        self.learned = [i for i, t in enumerate(self.tensors) if t is not None and t.requires_grad]
+    def __init__(self, phi: FeatureFunction, tokens: Tensor):
+        learned = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in phi.tensors]
+        self.phi, self.tokens, self.d_tokens = phi._replace(tensors=tuple(learned)), tokens, torch.empty_like(tokens)
+        self.learned = {i: x for i, x in enumerate(learned) if x is not None and x.requires_grad}
+        self.d_learned: list[Tensor | None] = [None] * len(learned)
 
-    def logs(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
-        """log φ of a block of tokens, -inf for those that are not `visible`."""
-        self.x, self.log = x.detach(), None
-        if self.learned or not self.phi.map.knows_gradient:
-            with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-                self.log = self.phi(self.x.requires_grad_().to(compute_dtype(x))).log
-            log = self.log.detach()
-        else:
-            log = self.phi(self.x.to(compute_dtype(x))).log
-        return log if visible is None else log.masked_fill(~visible, -torch.inf)
+    def logs(self, rows: slice) -> Tensor:
+        """log φ of a block of tokens."""
+        self.rows, self.x, self.log = rows, self.tokens[:, :, rows].detach(), None
+        if not self.learned and self.phi.map.knows_gradient:
+            return self.phi(self.x.to(compute_dtype(self.x))).log
+        with torch.enable_grad(), torch.autocast(self.x.device.type, enabled=False):
+            self.log = self.phi(self.x.requires_grad_().to(compute_dtype(self.x))).log
+        return self.log.detach()
 
-    def pull(self, gradient: Tensor) -> Tensor:
-        """The gradient of those tokens, from that of their log-features."""
-        phi, x = self.phi, self.x
+    def pull(self, gradient: Tensor) -> None:
+        """Take the gradient of those log-features."""
+        phi, x, dx = self.phi, self.x, None
         if self.log is None:
-            self.used = True
-            return phi.map.pull(x.to(gradient.dtype), phi.role, phi.scale, gradient, *phi.tensors).to(x.dtype)
-        if not self.log.requires_grad:
-            return torch.zeros_like(x)
-        self.used = True
-        with torch.autocast(gradient.device.type, enabled=False):
-            inputs = [x, *(t for t in self.tensors if t is not None and t.requires_grad)]
-            dx, *others = torch.autograd.grad(self.log, inputs, gradient, allow_unused=True)
-        for i, new in zip(self.learned, others, strict=True):
-            if new is not None:
-                total = self.sums[i]
-                self.sums[i] = new if total is None else total + new
-        return torch.zeros_like(x) if dx is None else dx
+            dx = phi.map.pull(x.to(gradient.dtype), phi.role, phi.scale, gradient, *phi.tensors)
+        elif self.log.requires_grad:
+            with torch.autocast(gradient.device.type, enabled=False):
+                inputs = [x, *self.learned.values()]
+                dx, *others = torch.autograd.grad(self.log, inputs, gradient, allow_unused=True)
+            for i, new in zip(self.learned, others, strict=True):
+                total = self.d_learned[i]
+                self.d_learned[i] = new if total is None else total + new
+        dx = torch.zeros_like(x) if dx is None else dx  # φ may not depend on tokens
+        self.d_tokens = filled(self.d_tokens, self.rows, dx)
 
-    def found(self) -> FeatureFunction:
-        """The sums in the places of the tensors they belong to, and None in all other places."""
-        return FeatureFunction(None, None, None, tuple(self.sums), None, None, None)  # type: ignore[arg-type]
+    def d_phi(self) -> FeatureFunction:
+        """Gradients in the places of the tensors they belong to, and None in all other places."""
+        return FeatureFunction(None, None, None, tuple(self.d_learned), None, None, None)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Which keys are visible, and which of them are global: seen by every query of their sequence."""
+"""Which keys are visible, which of them are global (seen by every query of their sequence), and packed sequences."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,3 +49,35 @@ def positions_of(chosen: Tensor, slots: int, segments: Tensor | None) -> Tensor:
     table = table.scatter(1, cell, torch.arange(L, device=chosen.device).expand(B, L))[:, :-1]
     rows = query_number[:, :, None] * slots + torch.arange(slots, device=chosen.device)
     return table.gather(1, rows.flatten(1)).view(B, -1, slots)
+
+
+class Unpacked(NamedTuple):
+    """Where some of the sequences of packed rows lie, one a row of `[S, N]` tensors."""
+
+    row: Tensor  # [S, 1]
+    position: Tensor
+    inside: Tensor  # False behind the end of a sequence
+
+    def take(self, x: Tensor) -> Tensor:
+        """`[B, H, L, E]` → `[S, H, N, E]`."""
+        return x.transpose(1, 2)[self.row, self.position].transpose(1, 2)
+
+    def put(self, out: Tensor, part: Tensor) -> Tensor:
+        """The reverse, into a tensor `[B, H, L, E]`."""
+        at = self.row.expand_as(self.position)[self.inside], self.position[self.inside]
+        return out.transpose(1, 2).index_put(at, part.transpose(1, 2)[self.inside]).transpose(1, 2)
+
+
+def unpack(segments: Tensor) -> Iterator[Unpacked]:
+    """The sequences of packed rows `[B, L]`, those of about the same length together: less than half is padding.
+
+    The device is asked how long they are.
+    """
+    row, start = segment_starts(segments).nonzero(as_tuple=True)
+    size = torch.diff(row * segments.shape[1] + start, append=row.new_tensor([segments.numel()]))
+    groups = size.sub(1).log2().floor()
+    for group in groups.unique().tolist():
+        mine = groups == group
+        steps = torch.arange(int(size[mine].max()), device=segments.device)
+        position = (start[mine, None] + steps).clamp(max=segments.shape[1] - 1)
+        yield Unpacked(row[mine, None], position, steps < size[mine, None])

@@ -196,7 +196,7 @@ def _by_fused_kernels(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: floa
     def batch(x: Tensor) -> Tensor:
         return x.flatten(0, 1).unsqueeze(1).to(dtype)  # [N · T, 1, …]
 
-    near_y, near_u, bias = blocks.near(chosen)
+    near_y, near_u, bias = blocks._replace(y=blocks.y.to(dtype), u=blocks.u.to(dtype)).near(chosen)
     key_bias = None if bias is None else bias.flatten(0, 1)
     near = fused.attend(batch(tiles), batch(near_y), batch(near_u), scale=scale, key_bias=key_bias)
     x, mean_y, mean_u = (z.unsqueeze(1).to(dtype) for z in (tiles.flatten(1, 2), blocks.mean_y, blocks.mean_u))

@@ -74,18 +74,6 @@ class Context(State):
         super().reset()
         self.rewind(0)
 
-    def copy_(self, other: State) -> None:
-        """Take the values of another context, and its tensors where they have grown."""
-        with torch.no_grad():
-            for name, mine in vars(self).items():
-                theirs = getattr(other, name)
-                if mine is None:
-                    continue
-                if mine.shape != theirs.shape:
-                    setattr(self, name, theirs.detach())
-                elif mine is not theirs:
-                    mine.copy_(theirs)
-
     def with_room(self, new: int) -> "Context":
         """The same with room for so many more tokens, and half as many again when it has to grow."""
         block, number = self.block, self.radius.shape[2]
@@ -120,29 +108,25 @@ class Context(State):
             return into.scatter(2, at, new) if torch.is_grad_enabled() else into.scatter_(2, at, new)
 
         keys, values = put(context.keys, k, slot), put(context.values, v, slot)
+        # the blocks that new tokens may be in, the last one again where there are fewer
+        changed = context.count // block + torch.arange((L + block - 2) // block + 1, device=k.device)
+        changed = changed.clamp(max=number - 1).expand(B, -1)[:, None, :, None]  # [B, 1, n, 1]
+        block_keys, block_values = (
+            x.unflatten(2, (-1, block))
+            .gather(2, changed.unsqueeze(-1).expand(B, K, -1, block, x.shape[3]))
+            .flatten(2, 3)
+            for x in (keys, values)
+        )
+        exists = (changed * block + torch.arange(block, device=k.device)).flatten(2) <= rank[:, -1:, None]
+        summaries = summarise_blocks(block_keys, block_values, exists.unsqueeze(-1), block)
         fields = context.sum_keys, context.sum_values, context.radius
-        if L == 1:  # one block changes
-            at = slot // block
-            block_keys, block_values = (
-                x.unflatten(2, (-1, block)).gather(2, at.unsqueeze(-1).expand(B, K, 1, block, x.shape[3])).flatten(2, 3)
-                for x in (keys, values)
-            )
-            exists = torch.arange(block, device=k.device)[:, None] <= slot % block
-            new_summaries = summarise_blocks(block_keys, block_values, exists, block)
-            summaries = [put(x, new, at) for x, new in zip(fields, new_summaries, strict=True)]
-        else:
-            at = torch.arange(number * block, device=k.device)
-            exists = ((at <= rank[:, -1:]) & (at < (number - 1) * block))[:, None, :, None]
-            summaries = summarise_blocks(keys, values, exists, block)
-            if not torch.is_grad_enabled():
-                summaries = [mine.copy_(new) for mine, new in zip(fields, summaries, strict=True)]
+        sum_keys, sum_values, radius = (put(x, new, changed) for x, new in zip(fields, summaries, strict=True))
         count = rank[:, -1:] + 1
         if context.tokens is None:
             torch._assert_async((count <= (number - 1) * block).all(), "There is no room for more tokens.")
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
         tokens = None if context.tokens is None else k.new_empty(B, 0, context.tokens.shape[2] + L)
-        sum_keys, sum_values, radius = summaries
         return Context(keys, values, sum_keys, sum_values, radius, count, tokens), rank
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .banded import attend_to_chosen, banded_attention, beyond_band
 from .causal import causal_linear_attention
 from .linear import FeatureFunction, Sums, compute_dtype, summarise
-from .linear import _read as read_sums
+from .linear import read as read_sums
 from .masks import global_keys, positions_of
 from .softmax import attend, merge
 

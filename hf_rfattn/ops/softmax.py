@@ -18,8 +18,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: f
     """
     B, H, L = q.shape[:3]
     if k.shape[1] != H:
-        k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))
-    if _has_fused_kernel(q, k, v):
+        k, v = k.repeat_interleave(H // k.shape[1], dim=1), v.repeat_interleave(H // v.shape[1], dim=1)
+    # torch's kernel for CPUs knows its log-sum-exp, but not the gradient of it, and divides by sizes of zero
+    fused = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
+    if fused and not torch.is_grad_enabled() and not traced():
         mask = None if bias is None else bias.to(q.dtype).expand(B, H, L, k.shape[2])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=mask, scale=scale
@@ -38,17 +40,6 @@ def softmax_of_scores(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     weights = exp_of_difference(scores, largest)
     total = weights.sum(-1, keepdim=True).clamp(min=SOME)
     return (weights @ v) / total, largest + total.log()
-
-
-def _has_fused_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """torch's kernel for CPUs knows its log-sum-exp, but not the gradient of it, and divides by sizes of zero."""
-    return (
-        q.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not traced()
-        and q.shape[-1] == v.shape[-1]
-        and min(q.numel(), k.numel()) > 0
-    )
 
 
 def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

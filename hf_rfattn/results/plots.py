@@ -23,23 +23,19 @@ STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "band": ("#56B4E9", "v"),
     "multipole": ("#332288", "d"),
     BASELINE: ("#666666", "x"),
-    "performer-pytorch": ("#882255", "h"),
-    "fast-transformers": ("#AA7700", "<"),
     "iid": ("#666666", "o"),
     "orthogonal": ("#0072B2", "s"),
     "hadamard": ("#D55E00", "D"),
     "hadamard, 1 block": ("#E69F00", "^"),
     "hadamard, 2 blocks": ("#56B4E9", "v"),
     "hadamard, 3 blocks": ("#D55E00", "D"),
-    "sum of 3 blocks": ("#CC79A7", "X"),
 }
-DASHED = (BASELINE, "sum of 3 blocks")
 
 
 def line_style(name: str) -> dict[str, Any]:
     """Keywords for `Axes.plot`."""
     color, marker = STYLES.get(name, ("#999999", "."))
-    return {"color": color, "marker": marker, "linestyle": "--" if name in DASHED else "-"}
+    return {"color": color, "marker": marker, "linestyle": "--" if name == BASELINE else "-"}
 
 
 def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, **style: Any) -> None:

@@ -19,19 +19,120 @@ unbiased but their product is not, from two transitions on (T > 2). Signed featu
 unless all nodes share one draw, embeddings and scores; that is an error, or a sign if asked for.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Generator, Tensor
 
-from ..features import FeatureMap, PositiveFeatures
-from ..ops import Features
-from .products import Factors, ScaledMatrix, SignedLog, exact_step, largest, tree_product
+from .features import FeatureMap, PositiveFeatures
+from .ops import Features
 
 Method = Literal["serial", "matrices", "tree"]
-Step = Callable[[SignedLog], SignedLog]
+
+
+class SignedLog(NamedTuple):
+    """sign · exp(log)."""
+
+    log: Tensor
+    sign: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, offset: Tensor) -> "SignedLog":
+        """values · exp(offset); what underflowed to zero stays finite and passes no gradient."""
+        log = values.abs().clamp(min=torch.finfo(values.dtype).tiny).log()
+        return cls(log + offset, values.detach().sign())
+
+    def scaled(self) -> tuple[Tensor, Tensor]:
+        """Values whose largest magnitude is one, and the log of what they were divided by."""
+        offset = largest(self.log, -1)
+        return self.sign * torch.exp(self.log - offset), offset
+
+    def normalised(self) -> tuple["SignedLog", Tensor]:
+        """The same with a largest logarithm of zero, and what was subtracted, in float64: thousands of them add up."""
+        offset = largest(self.log, -1)
+        return SignedLog(self.log - offset, self.sign), offset.squeeze(-1).double()
+
+    def sum(self) -> "SignedLog":
+        """Over the last dimension."""
+        values, offset = self.scaled()
+        return SignedLog.of(values.sum(-1), offset.squeeze(-1))
+
+
+class ScaledMatrix(NamedTuple):
+    """diag(exp(row)) · core · diag(exp(column)): offsets to rows and columns keep the core near one. Those to rows are
+    in float64: thousands of them add up.
+    """
+
+    row: Tensor  # [..., R]
+    core: Tensor  # [..., R, M]
+    column: Tensor  # [..., M]
+
+    def times(self, other: "ScaledMatrix") -> "ScaledMatrix":
+        between = self.column + other.row
+        offset = largest(between, -1)
+        core = (self.core * torch.exp(between - offset).to(self.core).unsqueeze(-2)) @ other.core
+        size = core.detach().abs().amax(-1).clamp(min=torch.finfo(core.dtype).tiny)
+        return ScaledMatrix(self.row + offset + size.log(), core / size.unsqueeze(-1), other.column)
+
+
+class Factors(NamedTuple):
+    """Transitions that come apart: exp(xᵀy) ≈ Σ_r source_r(x) exp(source_log_r + target_log_r) target_r(y).
+
+    Each feature has its own scale, in which its largest state weighs one.
+    """
+
+    source: Tensor  # [..., X, M]
+    source_log: Tensor  # [..., M], or [..., 1] if all features share one
+    target: Tensor
+    target_log: Tensor
+
+    @classmethod
+    def of(cls, source: Features, target: Features) -> "Factors":
+        """From features `[..., X, M]`."""
+        parts = []
+        for features in (source, target):
+            offset = largest(features.log, -2)
+            values = torch.exp(features.log - offset)
+            parts += [values if features.factor is None else features.factor * values, offset.squeeze(-2)]
+        return cls(*parts)
+
+    def step(self, message: SignedLog) -> SignedLog:
+        """The message about a node from that about the node before it, `[B, X]`, which must be normalised."""
+        sums = SignedLog.of((message.sign * message.log.exp()) @ self.source, self.source_log + self.target_log)
+        values, offset = sums.scaled()
+        return SignedLog.of(values @ self.target.mT, offset)
+
+    def log_kernel(self) -> Tensor:
+        """log φ(x)ᵀφ(y), `[..., X, X]`, of positive features."""
+        scale = self.source_log + self.target_log
+        offset = largest(scale, -1)
+        values = (self.source * torch.exp(scale - offset).unsqueeze(-2)) @ self.target.mT
+        return SignedLog.of(values, offset.unsqueeze(-1)).log
+
+
+def exact_step(scores: Tensor, message: SignedLog) -> SignedLog:
+    """The same with transitions exp(scores), `[X, X]` or `[B, X, X]`, and positive messages."""
+    log = torch.logsumexp(message.log.unsqueeze(-1) + scores, dim=-2)
+    return SignedLog(log, torch.ones_like(log))
+
+
+def tree_product(matrices: ScaledMatrix) -> ScaledMatrix:
+    """The product over dimension 1, neighbours first: log₂ rounds."""
+    while (count := matrices.core.shape[1]) > 1:
+        even = count // 2 * 2
+        left, right = (ScaledMatrix(*(x[:, start:even:2] for x in matrices)) for start in (0, 1))
+        product = left.times(right)
+        if even < count:
+            product = ScaledMatrix(*(torch.cat([x, y[:, -1:]], 1) for x, y in zip(product, matrices, strict=True)))
+        matrices = product
+    return ScaledMatrix(*(x[:, 0] for x in matrices))
+
+
+def largest(log: Tensor, dim: int) -> Tensor:
+    """The maximum, detached; finite even where all is -inf."""
+    return log.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(log.dtype).min)
 
 
 class LinearChainMRF:
@@ -145,7 +246,7 @@ class LinearChainMRF:
         scores = self._scores(features).detach()
         scores = scores.expand(self.batch, self.num_nodes - 1, -1, -1).clone().requires_grad_()
         with torch.enable_grad():
-            steps: list[Step] = [partial(exact_step, one) for one in scores.unbind(1)]
+            steps: list[Any] = [partial(exact_step, one) for one in scores.unbind(1)]
             unary = self.unary.detach().expand(self.batch, -1, -1)
             (found,) = torch.autograd.grad(_positive(self._close(*self._forward(steps, unary))).sum(), scores)
         return found if self.batched else found.squeeze(0)
@@ -199,9 +300,9 @@ class LinearChainMRF:
             raise ValueError(f"method={method!r} multiplies matrices of features; give features, or leave it out.")
         return self._matrix_product(self._factors(features), unary, method)
 
-    def _steps(self, features: FeatureMap | None) -> list[Step]:
+    def _steps(self, features: FeatureMap | None) -> list[Any]:
         """What carries a message over each transition, exactly or with features."""
-        steps: list[Step]
+        steps: list[Any]
         if features is None:
             steps = [partial(exact_step, scores) for scores in self._scores(None).unbind()]
         else:
@@ -209,7 +310,7 @@ class LinearChainMRF:
             steps = [Factors(*one).step for one in zip(*(x.unbind() for x in factors), strict=True)]
         return steps * (self.num_nodes - 1) if len(steps) == 1 else steps
 
-    def _forward(self, steps: list[Step], unary: Tensor) -> tuple[SignedLog, Tensor]:
+    def _forward(self, steps: list[Any], unary: Tensor) -> tuple[SignedLog, Tensor]:
         """Sums over all beginnings that end in a state, for every node: messages `[B or 1, T, X]` and what to add to
         their logarithms, `[B or 1, T]`.
         """
@@ -238,26 +339,21 @@ class LinearChainMRF:
         """lᵀ C_2 … C_{T-1} r, with identities in place of the matrices beyond a chain's end."""
         scale = largest(unary, -1)
         weight = torch.exp(unary - scale)  # [B or 1, T or 1, X]
-        left = SignedLog.of(weight[:, 0] @ factors.source[0], scale[:, 0] + factors.source_log[0])
-        left, total = left.normalised()
+        left = (weight[:, 0] @ factors.source[0]).unsqueeze(1)  # [B or 1, 1, M]
+        product = [ScaledMatrix(scale[:, 0].double(), left, factors.source_log[0])]
         if self.num_nodes > 2:
             inner = self._inner_matrices(factors, weight, scale)
-            if method == "tree":
-                product = [tree_product(inner)]
-            else:
-                product = [ScaledMatrix(*one) for one in zip(*(x.unbind(1) for x in inner), strict=True)]
-            for matrix in product:
-                left, offset = matrix.after(left).normalised()
-                total = total + offset
+            one_by_one = zip(*(x.unbind(1) for x in inner), strict=True)
+            product += [tree_product(inner)] if method == "tree" else [ScaledMatrix(*one) for one in one_by_one]
         chain, end = torch.arange(self.batch, device=weight.device), self._last.clamp(max=weight.shape[1] - 1)
         transition = (self._last - 1).clamp(min=0, max=len(factors.target) - 1)
-        closing = weight.expand(self.batch, -1, -1)[chain, end].unsqueeze(1) @ factors.target[transition]  # [B, 1, M]
-        offset = scale.expand(self.batch, -1, -1)[chain, end] + factors.target_log[transition]
-        right = SignedLog.of(closing.squeeze(1), offset)
-        z = SignedLog(left.log + right.log, left.sign * right.sign).sum()
-        z = SignedLog((z.log + total).to(z.log.dtype), z.sign)
+        right = factors.target[transition].mT @ weight.expand(self.batch, -1, -1)[chain, end].unsqueeze(2)  # [B, M, 1]
+        offset = scale.expand(self.batch, -1, -1)[chain, end]
+        product.append(ScaledMatrix(factors.target_log[transition].double(), right, offset))
+        found = reduce(ScaledMatrix.times, product)
+        z = SignedLog.of(found.core[:, 0, 0], (found.row + found.column)[:, 0])
         alone = SignedLog(unary[:, 0], torch.ones_like(unary[:, 0])).sum()  # chains of one node have no features
-        return SignedLog(*(torch.where(self._last == 0, x, y) for x, y in zip(alone, z, strict=True)))
+        return SignedLog(*(torch.where(self._last == 0, x, y.to(x.dtype)) for x, y in zip(alone, z, strict=True)))
 
     def _inner_matrices(self, factors: Factors, weight: Tensor, scale: Tensor) -> ScaledMatrix:
         """C_2 … C_{T-1} of every chain, `[B, T-2, M, M]`."""
@@ -272,7 +368,7 @@ class LinearChainMRF:
         node = torch.arange(1, self.num_nodes - 1, device=core.device)
         inside = (node < self._last[:, None]).unsqueeze(-1)  # [B, T-2, 1]
         return ScaledMatrix(
-            torch.where(inside, scale + target_log, 0).expand(shape),
+            torch.where(inside, scale + target_log, 0).double().expand(shape),
             torch.where(inside.unsqueeze(-1), core, torch.eye(M, dtype=core.dtype, device=core.device)),
             torch.where(inside, source_log, 0).expand(shape),
         )
