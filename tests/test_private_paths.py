@@ -44,7 +44,8 @@ def test_a_fine_tuned_model(inside, monkeypatch):
     words = ["--model", f"{SECRET}/bert", f"--output={SECRET}/out", "--tokenizer", f"./{SECRET}/bert"]
     command(monkeypatch, "finetune_snli.py", *words)
     result = run_here(
-        finetune_snli.SnliTask, finetune_snli.ClassificationOptions, model=f"{SECRET}/bert", tokenizer=f"./{SECRET}/bert", attention="favor+",
+        finetune_snli.SnliTask, finetune_snli.ClassificationOptions,
+        model=f"{SECRET}/bert", tokenizer=f"./{SECRET}/bert", attention="favor+",
         output=f"{SECRET}/out", **QUICK,
     )  # fmt: skip
     assert result["options"]["model"] == f"{SECRET}/bert"  # here, where the run can be made again
