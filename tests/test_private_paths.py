@@ -11,6 +11,7 @@ import pytest
 from support import sample
 from support.documents import edit, make_checkpoint, measured_runs, write_results
 from support.recipes import forget_processes, make_bert, make_gpt2, run_here
+from training.session import in_session
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
@@ -72,12 +73,11 @@ def test_a_converted_model(inside, monkeypatch):
     datasets.Dataset.from_list(sample.make("snli", "train")[:40]).to_parquet(folder / "train.parquet")
     command(monkeypatch, "convert.py", "--data", f"{SECRET}/texts")
     forget_processes()
-    convert.convert(
-        convert.ConvertOptions(
-            model=f"{SECRET}/bert", data=f"{SECRET}/texts", attention="hedgehog", columns=["premise"], steps=2,
-            batch_size=4, output=f"{SECRET}/out",
-        )
+    options = convert.ConvertOptions(
+        model=f"{SECRET}/bert", data=f"{SECRET}/texts", attention="hedgehog", columns=["premise"], steps=2,
+        batch_size=4, output=f"{SECRET}/out",
     )  # fmt: skip
+    in_session(options, "transfer", convert.convert)
     forget_processes()
     model = inside / SECRET / "out" / "model"
     assert json.loads((model / "results" / "transfer.json").read_text())["dataset"]["name"] == "texts"

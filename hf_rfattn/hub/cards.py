@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -70,7 +70,8 @@ def write_card(
 ) -> Path:
     """Write the model card, README.md, into a checkpoint's folder.
 
-    Results are read from its folder results/; paths in them shrink to names. `repo_id`: where it will be published.
+    Results are read from its folder results/; paths in them shrink to names. The card claims those whose `checkpoint`
+    is the fingerprint of this folder, and shows others beside them. `repo_id`: where it will be published.
     `base_model` and `license`: where results do not name them.
     """
     for path in (Path(folder) / RESULTS).glob("*.json"):
@@ -85,40 +86,21 @@ def make_card(
     """The card of this folder as it would be written now."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
-    alike = [result for result in results if checkpoint.holds(result.attention)]
-    own = _own([result for result in alike if result.kind == "task"], checkpoint)
+    found = [result for result in results if result.checkpoint == checkpoint.fingerprint]
+    own, timings, transfers = ([r for r in found if r.kind == kind] for kind in ("task", "speed", "transfer"))
     tasks = {result.measured_on for result in own}
     beside = [result for result in results if result.kind == "task" and result.measured_on in tasks]
-    timings = [r for r in alike if r.kind == "speed" and r.checkpoint in (None, checkpoint.fingerprint)]
-    transfers = [result for result in alike if result.kind == "transfer"]
-    used = [*own, *transfers, *timings]
     card = Card(
         folder=checkpoint,
         own=own,
         tables=make_tables(beside, lambda r: r.task, lambda r: (THIS if r in own else "") + label_of(r)),
         timings=timings,
         transfers=transfers,
-        base_model=base_model or next((result.model for result in used), None),
+        base_model=base_model or next((result.model for result in found), None),
         license=license or next((r.base_license for r in [*own, *transfers] if r.base_license), None),
         address=repo_id or checkpoint.path.resolve().name,
     )
     return ModelCard(f"---\n{_metadata(card).to_yaml()}\n---\n\n{as_markdown(_text(card))}")
-
-
-def _own(alike: Sequence[Result], folder: CheckpointFolder) -> list[Result]:
-    """One result for each task: the run that made this checkpoint."""
-    found = []
-    for task in dict.fromkeys(result.measured_on for result in alike):
-        same = [result for result in alike if result.measured_on == task]
-        named = [result for result in same if result.checkpoint == folder.fingerprint]
-        possible = named or [result for result in same if result.checkpoint is None]
-        if len(possible) > 1:
-            raise ValueError(
-                f"{', '.join(r.file for r in possible)}: any of these runs may have made {folder.path}. Give the one "
-                f'that did "checkpoint": "{folder.fingerprint}", or leave one file.'
-            )
-        found += possible
-    return found
 
 
 def _metadata(card: Card) -> ModelCardData:
