@@ -78,12 +78,12 @@ def test_rows_may_differ_in_options_of_the_recipe(planned):
     assert (fast.attention, fast.mechanism_learning_rate) == ("hedgehog", 0.01)
 
 
-def test_a_run_that_comes_before(planned, tmp_path):
-    (tmp_path / "shape.json").write_text('{"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}')
-    before = {"recipe": "lm", "training": {"model": None, "from_scratch": str(tmp_path / "shape.json")}}
+def test_a_run_that_comes_before(planned, bert):
+
+    before = {"recipe": "lm", "training": {"from_scratch": True}}
     lm = {"label": "lm", "recipe": "lm", "before": before, "training": {"model": "${before}/model"}}
     first, *others = planned(tasks=[lm]).runs
-    assert (first.name, first.place, first.options.model) == ("lm_before", None, None)
+    assert (first.name, first.place, first.options.model) == ("lm_before", None, bert)
     assert {run.options.model for run in others} == {f"{first.options.output}/model"}
     assert {run.needs for run in others} == {"lm_before"}
 
@@ -104,7 +104,7 @@ def test_a_run_that_comes_before(planned, tmp_path):
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"rff": {}}}]}, "rows of a: unknown field 'rff'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"favor+": {"bands": 3}}}]}, "has no option 'bands'"),
         ({"tasks": [{"recipe": "glue"}]}, "the field 'label' is missing"),
-        ({"training": {"batchsize": 3}}, "unknown field 'batchsize' (did you mean '--batch-size'?)"),
+        ({"training": {"batchsize": 3}}, "Unknown option '--batchsize=3' (did you mean '--batch-size'?)"),
         ({"training": {"seed": 3}}, "seed cannot be set as training options"),
         ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
         ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, recipes"),
@@ -252,7 +252,7 @@ def test_a_run_that_fails_does_not_stop_the_others(stand_in, capsys):
 
 
 def test_what_needs_a_failed_run_is_not_tried(stand_in, tmp_path, capsys):
-    before = {"recipe": "lm", "training": {"model": None, "from_scratch": str(tmp_path / "shape.json")}}
+    before = {"recipe": "lm", "training": {"from_scratch": True}}
     lm = {"label": "lm", "recipe": "lm", "before": before, "training": {"model": "${before}/model"}}
     changes = {"tasks": [*SMALL["tasks"], lm]}
     assert stand_in(told={"lm_before": "fail"}, changes=changes) == 1

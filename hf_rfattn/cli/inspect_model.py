@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic
 LENGTHS = "128,512,2048,8192"
 SEES = {"causal": "the past", "bidirectional": "all", "cross": "the encoder"}
-MEMORY = {
-    "kv_cache_bytes": "softmax: KV cache",
-    "state_bytes": "{}: state",
-    "score_matrix_bytes": "softmax: scores",
-    "feature_bytes": "{}: features",
-}
+MEMORY = {"kv_cache_bytes": "softmax: KV cache", "state_bytes": "{}: state"}
 
 
 def inspect_model(
@@ -128,15 +123,16 @@ def _module(site: "AttentionSite") -> dict[str, Any]:
 
 
 def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.dtype") -> dict[str, int]:
-    """Multiply-adds and memory of all patched modules, one sequence."""
+    """Multiply-adds of all patched modules, one sequence, and what generation keeps of it."""
     from ..integration.cost import attention_cost
 
     cost: dict[str, int] = {"length": length, "multiply_adds": 0, "softmax_multiply_adds": 0}
     for mechanism, causal in patched:
         one = attention_cost(mechanism, length, causal=causal, dtype=dtype)
-        keys = ("state_bytes", "kv_cache_bytes") if causal else ("feature_bytes", "score_matrix_bytes")
-        counts = (one.multiply_adds, one.softmax_multiply_adds, one.memory, one.softmax_memory)
-        for key, value in zip(("multiply_adds", "softmax_multiply_adds", *keys), counts, strict=True):
+        counts = {"multiply_adds": one.multiply_adds, "softmax_multiply_adds": one.softmax_multiply_adds}
+        if causal:
+            counts |= {"state_bytes": one.memory, "kv_cache_bytes": one.softmax_memory}
+        for key, value in counts.items():
             cost[key] = cost.get(key, 0) + value
     return cost
 
@@ -196,8 +192,6 @@ def _cost_lines(report: dict[str, Any]) -> list[str]:
     lines = ["All patched modules together, one sequence, counted:", text_table(dict.fromkeys(titles, ">"), rows)]
     if "state_bytes" in memory:
         lines.append("State: all that generate() keeps of a sequence, in float32; the KV cache grows with every token.")
-    if "feature_bytes" in memory:
-        lines.append("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
     lines.append(
         f"Break-even sequence length in multiply-adds: {f'{even:,}' if even else 'none'}. The break-even in time is "
         "longer; `hf-rfattn bench ops` and `bench model` measure it on this machine."
