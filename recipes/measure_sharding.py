@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rfattn
 from hf_rfattn.bench.memory import bytes_around
-from hf_rfattn.results import DASH, Block, Paragraph, Table, in_bytes, new_result, read_result, write_result
+from hf_rfattn.results import DASH, Block, Table, in_bytes, new_result, read_result, write_result
 
 LAYERS = 2
 SHAPE = {
@@ -94,7 +94,7 @@ def run(lengths: list[int], processes: list[int], attentions: list[str], output:
 def report(document: dict[str, Any], name: str) -> Iterator[Block]:
     """Of each attention a table with a row for each length."""
     shape = document["shape"]
-    yield Paragraph(
+    yield (
         f"A Llama of {document['layers']} layers with {shape['num_attention_heads']} heads of "
         f"{shape['hidden_size'] // shape['num_attention_heads']} and random weights, batch size 1, float32, a forward "
         "and a backward pass. Bytes are those of the process that sends most, without the averaging of gradients of "
