@@ -25,7 +25,7 @@ from hf_rfattn.bench import decode, gpu_prediction, model, ops
 from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
-from hf_rfattn.ops import backend, fused
+from hf_rfattn.ops import backend, fused, multipole
 
 
 @pytest.fixture
@@ -111,6 +111,14 @@ def test_generation_goes_on_from_a_fused_prompt(gpu, variant):
         parts.append(mechanism(*(x[:, :, 89:] for x in (q, k, v)), state=state))
     assert gpu.decisions["causal"] is None
     torch.testing.assert_close(torch.cat(parts, dim=2), definition(mechanism, q, k, v, causal=True))
+
+
+def test_tiles_beyond_the_largest_batch_of_a_kernel(gpu, monkeypatch):
+    monkeypatch.setattr(multipole, "LARGEST_BATCH", 16)
+    gpu.set_backend("fused")
+    mechanism = build(("multipole", {"exact_keys": 16, "block": 4, "tile": 8}), kv_heads=2)
+    for masks in ({}, {"key_mask": torch.rand(2, 60) > 0.4}):  # 16 tiles a sequence and key head
+        assert_same_with_gradients(mechanism, *draw_qkv(60, kv_heads=2), 1e-6, **masks)
 
 
 COMPILED = [(variant, "bidirectional") for variant in FUSED if variant[0] != "fmm"]  # which is band and favor+
