@@ -107,8 +107,8 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
     """Budget, then score, speed and memory in one row for each attention.
 
     Speed and memory are those of `hf-rfattn bench model` at the same length where it has measured the model: all kinds
-    of attention in turn, on an idle machine. Otherwise they are those of the runs, without speed if the machine was
-    busy.
+    of attention in turn, on an idle machine; a model that was trained before is named after its base, a comma, and how
+    it was trained. Otherwise they are those of the runs, without speed if the machine was busy.
     """
     benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
     for document in documents.values():
@@ -118,7 +118,7 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
             benched.setdefault(key, {}).setdefault(cell["training"], cell)
 
     def speed(table: ScoreTable, row: Row) -> dict[str, str]:
-        model, length = table.first.model, table.first.budget.get("max_length")
+        model, length = table.first.model.partition(", ")[0], table.first.budget.get("max_length")
         if (model, length, SOFTMAX) not in benched:
             idle = all(was_idle(run.document) for run in [*row.runs, *table.rows[0].runs])
             return run_speed(table, row) | ({} if idle else {"samples/s": DASH, "over softmax": DASH})

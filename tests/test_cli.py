@@ -109,7 +109,7 @@ def test_inspect_a_decoder(llama):
     assert {(m["kind"], m["num_heads"], m["num_kv_heads"]) for m in report["modules"]} == {("causal", 4, 2)}
     short, long = report["costs"]
     assert long["kv_cache_bytes"] == 4 * short["kv_cache_bytes"] == 3 * 2 * 512 * 2 * 8 * 2
-    assert long["state_bytes"] == short["state_bytes"] == 3 * (2 * (16 * (8 + 2) * 4 + 17 * 2 * 8 * 4) + 17)
+    assert long["state_bytes"] == short["state_bytes"] == 3 * (2 * (16 * (8 + 2) * 4 + 17 * 2 * 8 * 4) + 17 + 8)
     out = run(*arguments)
     assert "softmax: KV cache" in out and "fmm: state" in out and "the past" in out
     assert "learned positions" not in out

@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.attention import assert_same_with_gradients, build, definition, draw_qkv
+from support.gpus import NoSync, pass_for_a_gpu, recurrence
 from support.models import tiny_gpt2, tiny_llama
 from support.variants import every_mechanism, every_variant, over
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import hf_rfattn
@@ -29,28 +28,10 @@ from hf_rfattn.cli.doctor import calls
 from hf_rfattn.ops import backend, fused
 
 
-def recurrence(q, k, v, gate, state):
-    """Gated linear attention by its definition."""
-    outs = []
-    for t in range(q.shape[2]):
-        state = gate[:, :, t].exp().unsqueeze(-1) * state + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
-        outs.append((q[:, :, t].unsqueeze(-1) * state).sum(-2))
-    return torch.stack(outs, dim=2), state
-
-
 @pytest.fixture
 def gpu(monkeypatch):
-    """The CPU in place of a GPU, and kernels that run on it; the switch is at auto, and nothing was checked yet."""
-    monkeypatch.setattr(backend, "DEVICES", ("cpu",))
-    monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
-    monkeypatch.setattr(backend, "TOLERANCE", {**backend.TOLERANCE, torch.float64: 1e-6})
-    monkeypatch.setattr(backend, "missing", lambda operator: None)
-    monkeypatch.setattr(backend, "checks", {})
-    monkeypatch.setattr(backend, "decisions", {})
-    monkeypatch.setattr(fused, "COMPILER", "eager")
-    monkeypatch.setattr(fused, "_gated_linear_attention", recurrence)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # no gradients on CPUs, it says
-    monkeypatch.setattr(fused, "_compiled", None)
+    """The switch is at auto, and nothing was checked yet."""
+    pass_for_a_gpu(monkeypatch)
     yield backend
     backend.set_backend("auto")
 
@@ -68,9 +49,17 @@ def test_equals_its_definition(gpu, variant, causal):
             assert_same_with_gradients(mechanism, q, k, v, 1e-6, causal=causal, **masks)
 
 
-@over(
-    [("favor+", {}), ("favor+", {"trainable": True}), ("hedgehog", {}), ("fmm", {}), ("fmm", {"normalizer": "joint"})]
-)
+FUSED = [
+    ("favor+", {}),
+    ("favor+", {"trainable": True}),
+    ("hedgehog", {}),
+    ("band", {}),
+    ("fmm", {}),
+    ("multipole", {"exact_keys": 32, "block": 8, "tile": 16}),
+]
+
+
+@over([*FUSED, ("fmm", {"normalizer": "separate"})])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_row_with_nothing_visible_gives_zeros(gpu, variant, causal):
     gpu.set_backend("fused")
@@ -122,16 +111,6 @@ def test_generation_goes_on_from_a_fused_prompt(gpu, variant):
         parts.append(mechanism(*(x[:, :, 89:] for x in (q, k, v)), state=state))
     assert gpu.decisions["causal"] is None
     torch.testing.assert_close(torch.cat(parts, dim=2), definition(mechanism, q, k, v, causal=True))
-
-
-FUSED = [
-    ("favor+", {}),
-    ("favor+", {"trainable": True}),
-    ("hedgehog", {}),
-    ("band", {}),
-    ("fmm", {}),
-    ("multipole", {"exact_keys": 32, "block": 8, "tile": 16}),
-]
 
 
 COMPILED = [(variant, "bidirectional") for variant in FUSED if variant[0] != "fmm"]  # which is band and favor+
@@ -384,23 +363,6 @@ def test_doctor_says_what_a_device_runs_on(gpu, monkeypatch):
 
 
 # Generation without waiting for the device.
-
-
-class NoSync(TorchDispatchMode):
-    """Raises where a GPU would have to be waited for."""
-
-    waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        by_mask = name.startswith("index") and isinstance(args[1], (list, tuple)) and bools(args[1])
-        if name in self.waits or by_mask:
-            raise RuntimeError(f"{function} waits for the device")
-        return function(*args, **(kwargs or {}))
-
-
-def bools(tensors):
-    return any(x is not None and x.dtype == torch.bool for x in tensors)
 
 
 def test_what_waits_is_noticed():

@@ -122,9 +122,9 @@ def test_decoders_by_context_length():
         return {**shared("bench lm"), **about, "attention": kinds, "dataset": {"name": "text"}, "cells": cells}
 
     found = {
-        "a.json": document("me/base", {"softmax": 20.0, "own": 30.0}, 512, 1, 7),
+        "a.json": document("me/base, LoRA", {"own": 22.0}, 512, 0, 0),
         "b.json": document("me/base", {"softmax": None, "own": None}, 0, 3, 1),
-        "c.json": document("me/base, LoRA", {"own": 22.0}, 512, 0, 0),
+        "c.json": document("me/base", {"softmax": 20.0, "own": 30.0}, 512, 1, 7),
         "d.json": document("me/base, LoRA", {"softmax": 16.0}, 512, 0, 0),
     }
     text = as_markdown(make_readme.contexts(found, ""))

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from ..integration import AttentionError
 from ..integration.error import energy, mechanism_sites, run_batch, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
-from ..ops import softmax_attention
 from .processes import sum_over_processes
 
 STATE = "conversion.pt"
@@ -113,22 +111,13 @@ class Transfer:
         """Losses and gradients of all layers on what the patched layers before them give, through the whole model."""
         distances: dict[Mechanism, list[Callable[[Tensor], Tensor]]] = {mechanism: [] for mechanism in self.sites}
 
-        def teach(mechanism: Mechanism, *args: Tensor, **masks: Any) -> Tensor:
-            exact = softmax_attention(*args, **masks)
+        def remember(mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
             distances[mechanism].append(_distance(exact, valid_queries(exact, masks)))
-            return exact
 
         def compare(mechanism: Mechanism, args: tuple, output: Tensor) -> None:
             self.losses[mechanism] = self.losses.get(mechanism, 0) + distances[mechanism].pop(0)(output)
 
-        for mechanism in self.sites:
-            mechanism.forward = partial(teach, mechanism)  # type: ignore[method-assign]
-        try:
-            with torch.no_grad():
-                run_batch(self.model, batch)
-        finally:
-            for mechanism in self.sites:
-                del mechanism.forward
+        run_with_softmax(self.model, batch, remember)
         handles = [mechanism.register_forward_hook(compare) for mechanism in self.sites]
         try:
             with torch.enable_grad():
