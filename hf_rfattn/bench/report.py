@@ -72,9 +72,9 @@ def label_of(cell: Cell) -> str:
 
 def crossover(row: Sequence[Cell]) -> dict[str, Any]:
     """The break-even length of a row."""
-    lengths = [cell["length"] for cell in row]
-    length, interpolated = measured_crossover(lengths, [cell["speed_over_softmax"] or 0 for cell in row])
-    return {"length": length, "interpolated": interpolated, "lengths": lengths}
+    speeds = {cell["length"]: cell["speed_over_softmax"] for cell in row if cell["speed_over_softmax"]}
+    length, interpolated = measured_crossover(list(speeds), list(speeds.values()))
+    return {"length": length, "interpolated": interpolated, "lengths": [cell["length"] for cell in row]}
 
 
 def report(result: Document, name: str) -> list[Block]:
