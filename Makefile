@@ -1,8 +1,7 @@
 # make test     the suite, in .venv (made on first use)
 # make test-gpu the tests that need a GPU (two for some of them), and those of the fused kernels; with a build of torch for it
 # make demo     a pretrained embedding model on long documents with each kind of attention: table, plot, models and cards in demo_out
-# make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG=transfer and CONFIG=language
-#               (or stories) for other files of recipes/compare than accuracy.yaml
+# make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG is a file of recipes/compare
 # make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
 # make readme   the parts of README.md, recipes/results/README.md and docs/reference that are generated from result files and models
 # make docs     the guides and the API reference as a site, into site/index.html
@@ -24,7 +23,7 @@ DIST ?= .venv-dist
 TORCH ?= -c constraints.txt torch
 WORKERS ?= 2
 ARGS ?=
-CONFIG ?= accuracy
+CONFIG ?= transfer
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 FOLLOWS = {
@@ -30,16 +30,14 @@ def follow_transformers() -> None:
 
 
 class _Follower(MetaPathFinder):
-    """Finds the leading modules, as the other finders do, and lets the import of ours follow them."""
+    """Finds the leading modules, as Python itself does, and lets the import of ours follow them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in FOLLOWS:
             return None
-        others = (f for f in sys.meta_path if hasattr(f, "find_spec") and not isinstance(f, _Follower))
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in found if spec is not None), None)
+        spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

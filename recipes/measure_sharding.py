@@ -4,6 +4,7 @@ python recipes/measure_sharding.py --lengths 16384 65536 262144 --output shardin
 """
 
 import itertools
+import sys
 import tempfile
 import warnings
 from argparse import ArgumentParser
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rfattn
 from hf_rfattn.bench.memory import bytes_around
-from hf_rfattn.results import Block, Paragraph, Table, in_bytes, new_result, read_result, write_result
+from hf_rfattn.results import DASH, Block, Table, in_bytes, new_result, read_result, write_result
 
 LAYERS = 2
 SHAPE = {
@@ -73,9 +74,8 @@ def measure(rank: int, processes: int, attention: str, length: int, folder: str)
 def run(lengths: list[int], processes: list[int], attentions: list[str], output: Path) -> None:
     """All cells, each in processes of its own."""
     document = new_result("bench sharding", seed=0)
-    document |= {"layers": LAYERS, "shape": SHAPE, "cells": [], "command": None}
-    words = [f"--lengths {' '.join(map(str, lengths))}", f"--processes {' '.join(map(str, processes))}"]
-    document["command"] = " ".join(["python recipes/measure_sharding.py", *words, "--attention", *attentions])
+    command = ["python", "recipes/measure_sharding.py", *sys.argv[1:]]
+    document |= {"layers": LAYERS, "shape": SHAPE, "cells": [], "command": " ".join(command)}
     for attention, length, size in itertools.product(attentions, lengths, processes):
         with tempfile.TemporaryDirectory() as folder:
             spawn(measure, (size, attention, length, folder), size)
@@ -95,7 +95,7 @@ def run(lengths: list[int], processes: list[int], attentions: list[str], output:
 def report(document: dict[str, Any], name: str) -> Iterator[Block]:
     """Of each attention a table with a row for each length."""
     shape = document["shape"]
-    yield Paragraph(
+    yield (
         f"A Llama of {document['layers']} layers with {shape['num_attention_heads']} heads of "
         f"{shape['hidden_size'] // shape['num_attention_heads']} and random weights, batch size 1, float32, a forward "
         "and a backward pass. Bytes are those of the process that sends most, without the averaging of gradients of "
@@ -103,21 +103,20 @@ def report(document: dict[str, Any], name: str) -> Iterator[Block]:
     )
     cells = {(cell["attention"], cell["length"], cell["processes"]): cell for cell in document["cells"]}
     attentions, lengths, processes = (list(dict.fromkeys(key[i] for key in cells)) for i in range(3))
+    sent = [f"sent per layer, {size} processes" for size in processes if size > 1]
+    peaks = [f"memory, {size} process{'es' if size > 1 else ''}" for size in processes]
     for attention in attentions:
         rows = []
         for length in lengths:
             found = [cells[attention, length, size] for size in processes]
-            sent = [in_bytes(cell["sent_bytes_per_layer"]) for cell in found if cell["processes"] > 1]
-            peaks = [in_bytes(cell["peak_bytes"]) if cell["peak_bytes"] else "–" for cell in found]
-            rows.append([f"{length:,}", *sent, *peaks])
-        sent = [f"sent per layer, {size} processes" for size in processes if size > 1]
-        peaks = [f"memory, {size} process{'es' if size > 1 else ''}" for size in processes]
+            row = [in_bytes(cell["sent_bytes_per_layer"]) for cell in found if cell["processes"] > 1]
+            row += [in_bytes(cell["peak_bytes"]) if cell["peak_bytes"] else DASH for cell in found]
+            rows.append([f"{length:,}", *row])
         yield Table(attention, ["tokens", *sent, *peaks], rows)
-        longest = []
-        for size in processes:
-            fit = [length for length in lengths if (cells[attention, length, size]["peak_bytes"] or LIMIT) < LIMIT]
-            longest += [f"{max(fit):,} on {size}"] if fit else []
-        yield Paragraph(f"Most tokens within {in_bytes(LIMIT)} per process, of those measured: {', '.join(longest)}.")
+        fit = [key for key, cell in cells.items() if key[0] == attention and (cell["peak_bytes"] or LIMIT) < LIMIT]
+        longest = {size: max(length for _, length, processes in fit if processes == size) for _, _, size in fit}
+        text = ", ".join(f"{length:,} on {size}" for size, length in longest.items())
+        yield f"Longest sequence measured within {in_bytes(LIMIT)} per process: {text} processes."
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ from support.commands import failure, run
 from support.models import tiny_gpt2, tiny_llama
 
 from hf_rfattn import mechanism_names, patch_model, results
-from hf_rfattn.bench import decode, loading
+from hf_rfattn.bench import decode, loading, measuring, timing
 from hf_rfattn.bench.decode import Decoder, cache_bytes
+from hf_rfattn.bench.measuring import Row, race
 from hf_rfattn.bench.settings import DecodeSettings
-from hf_rfattn.bench.timing import Competitor, Spread, interleave, median_ratio, threads
+from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, spread, threads
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.mechanisms import resolve_config
@@ -97,6 +98,18 @@ def test_competitors_are_interleaved():
     assert again == finished
 
 
+def test_rows_that_do_not_fit_into_a_gpu_are_left_out(monkeypatch):
+    def too_large():
+        raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate 40 GiB")
+
+    monkeypatch.setattr(measuring, "synchroniser", lambda device: timing.nothing)
+    softmax, own = Row("softmax"), Row("favor+")
+    settings = DecodeSettings(device="cuda", repetitions=2)
+    found = race({softmax: Competitor(too_large), own: Competitor(timing.nothing)}, settings)
+    assert found.left_out == {softmax: "OutOfMemoryError: CUDA out of memory. Tried to allocate 40 GiB"}
+    assert found.times(own)["speed_over_softmax"] is None and "first_call_seconds" not in found.times(own)
+
+
 def test_warmup_is_not_counted():
     clock = Clock()
     costs = iter([100, 1, 2, 3])
@@ -105,9 +118,9 @@ def test_warmup_is_not_counted():
 
 
 def test_spread_and_ratio():
-    assert Spread.of([7.0]) == Spread(7, 7, 7, 1)
-    assert Spread.of([5, 1, 2, 3, 4]) == Spread(3, 2, 4, 5)
-    assert Spread.of([1 / 3]).median == 0.3333
+    assert spread([7.0]) == {"median": 7, "lower": 7, "upper": 7, "count": 1}
+    assert spread([5, 1, 2, 3, 4]) == {"median": 3, "lower": 2, "upper": 4, "count": 5}
+    assert spread([1 / 3])["median"] == 0.3333
     assert median_ratio([1, 10, 30], [1, 5, 10]) == 2
 
 

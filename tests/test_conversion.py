@@ -171,34 +171,6 @@ def test_far_fields_learn_by_themselves():
     assert all(taught < 0.95 * not_taught for not_taught, taught in zip(*found, strict=True))
 
 
-def test_divergence_of_attention_weights():
-    """Taught by weights alone (their errors weigh a thousandth), outputs come closer too."""
-    model, batches = lively(tiny_llama()), make_batches()
-    options = {"steps": 60, "learning_rate": 0.03, "progress": False}
-    without = copy.deepcopy(model)
-    report = convert(model, "hedgehog", batches, divergence=1000.0, **options)
-    assert all(a < 0.8 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
-    convert(without, "hedgehog", batches, **options)
-    assert divergences(model, batches[0]) < 0.9 * divergences(without, batches[0])
-
-
-def divergences(model, batch):
-    """Σ p log(p / w) over the keys that a query sees, mean over queries, heads and layers: softmax p, mechanism w."""
-    found = []
-
-    def observe(mechanism, args, masks, exact, output):
-        q, k, _ = args
-        weights = mechanism.attention_weights(q, k, key_mask=masks["key_mask"], causal=True, scale=masks["scale"])
-        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * masks["scale"]
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() & masks["key_mask"][:, None, None]
-        logs = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
-        terms = torch.where(seen, logs.exp() * (logs - weights.log()), 0.0)
-        found.append(terms[masks["key_mask"][:, None].expand(terms.shape[:3])].sum(-1).mean())
-
-    run_with_softmax(model, batch, observe)
-    return float(torch.stack(found).mean())
-
-
 def test_processes_share_texts(monkeypatch):
     """Every text once, and no process sees those of another."""
     texts = [str(i) for i in range(24)]
@@ -213,8 +185,8 @@ def test_processes_share_texts(monkeypatch):
     for rank in range(2):
         monkeypatch.setattr(conversion_batches, "process_count", lambda: 2)
         monkeypatch.setattr(conversion_batches, "process_rank", lambda rank=rank: rank)
-        shared = conversion_batches._Texts(texts, Words(), batch_size=3, max_length=8, seed=0)
-        seen.append([text for batch in shared for text in batch["texts"]])
+        shared = conversion_batches.TrainingBatches(texts, Words(), batch_size=3, max_length=8, seed=0)
+        seen.append([text for batch in shared.given for text in batch["texts"]])
     assert [len(part) for part in seen] == [12, 12] and sorted(seen[0] + seen[1]) == sorted(texts)
 
 
@@ -239,10 +211,9 @@ def test_mistakes_are_told():
         (("hedgehog", ["some", "texts"]), "give their tokenizer"),
         (("hedgehog", []), "empty"),
         (("hedgehog", iter(batches)), "came to an end after 2 steps.*a list or DataLoader"),
-        (("rff", batches), "can be negative"),
     ]:
         with pytest.raises(ValueError, match=message):
-            convert(model, *arguments, steps=5, divergence=1.0 if arguments[0] == "rff" else 0.0, progress=False)
+            convert(model, *arguments, steps=5, progress=False)
         assert not mechanisms_of(model)  # softmax, as it was
     for options, message in [
         ({"steps": 0}, "steps must be a positive"),
@@ -262,7 +233,7 @@ def _convert_a_share(rank, folder, model, batches):
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     shares = [{name: value[rank::2] for name, value in batch.items()} for batch in batches]
-    report = convert(model, "hedgehog", shares, measure=batches[0], steps=5, divergence=0.1, progress=False)
+    report = convert(model, "hedgehog", shares, measure=batches[0], steps=5, progress=False)
     torch.save((learnt(model), report.steps), f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
@@ -273,7 +244,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     for batch in batches:
         batch["attention_mask"][:2] = batch["attention_mask"][0]  # a padded row for each process
     alone = copy.deepcopy(model)
-    report = convert(alone, "hedgehog", batches, measure=batches[0], steps=5, divergence=0.1, progress=False)
+    report = convert(alone, "hedgehog", batches, measure=batches[0], steps=5, progress=False)
     torch.multiprocessing.spawn(_convert_a_share, (str(tmp_path), model, batches), nprocs=2)
     (first, steps), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert same(first, second) and steps == report.steps

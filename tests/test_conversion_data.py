@@ -38,7 +38,7 @@ def test_one_batch_alone_in_a_list_or_as_texts():
 
 
 def test_one_text_and_few_texts():
-    """All of them are trained on, and measured on, unless a whole batch can be kept apart."""
+    """One batch of them is trained on, and measured on, unless a whole batch can be kept apart."""
     model = lively(tiny_bert())
     options = {"tokenizer": sample_tokenizer(), "batch_size": 4, "steps": 3, "progress": False}
     for texts in (TEXTS[0], TEXTS[:1], TEXTS[:5], TEXTS[:7]):

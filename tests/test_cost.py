@@ -18,7 +18,6 @@ def test_softmax_counts_by_hand():
     assert cost.softmax_multiply_adds == 4 * 2 * (100 * 101 // 2) * 8  # heads, scores and values, pairs, head size
     assert attention_cost(build("favor+"), 100, causal=False).softmax_multiply_adds == 4 * 2 * 100 * 100 * 8
     assert cost.softmax_memory == 2 * 100 * 2 * 8 * 2  # kv heads, tokens, key and value, head size, bytes
-    assert attention_cost(build("favor+"), 100, causal=False).softmax_memory == 4 * 100 * 100 * 4
 
 
 def test_state_by_hand():
@@ -30,12 +29,6 @@ def test_state_by_hand():
     fmm = build("fmm", bandwidth=6, global_tokens=4, far=("elu", "elu-"))  # 16 features together
     near = 2 * ((7 + 4) * 2 * 8 * 4) + 7 + (4 + 1) * 8  # window and global tokens; flags; positions and a count
     assert attention_cost(fmm, 100, causal=True, dtype=torch.bfloat16).memory == 2 * state * 4 + near
-
-
-def test_bidirectional_memory_by_hand():
-    features = 100 * (4 + 2) * 16 * 4  # tokens, query and key heads, features, float32
-    assert attention_cost(build("favor+", num_features=16), 100, causal=False).memory == features
-    assert attention_cost(build("band", bandwidth=10, global_tokens=0), 100, causal=False).memory == 100 * 4 * 21 * 4
 
 
 @pytest.mark.parametrize("name", mechanism_names())

@@ -8,20 +8,12 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.documents import make_checkpoint, speed, task
+from support.documents import speed, task
 
 from hf_rfattn import attention_label, mechanism_names_in
-from hf_rfattn.hub.folder import CheckpointFolder
-from hf_rfattn.results import new_result, number, parse_result, read_results, results_fingerprint
+from hf_rfattn.results import new_result, parse_result, read_results, results_fingerprint
 
 CARDS = Path(__file__).parents[1] / "model_cards"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint") / "favor"
-    make_checkpoint(folder)
-    return folder
 
 
 def test_what_the_package_writes_is_what_cards_read():
@@ -36,12 +28,12 @@ def test_what_the_package_writes_is_what_cards_read():
         (lambda d: d.pop("metrics"), "has no 'metrics'"),
         (lambda d: d.update(metrics={}), "metrics is empty"),
         (lambda d: d["metrics"]["accuracy"].pop("n"), "metrics: accuracy has no 'n'"),
-        (lambda d: d["metrics"]["accuracy"].update(value=float("nan")), "must be a finite number"),
-        (lambda d: d["metrics"]["accuracy"].update(value="0.5"), "must be a finite number"),
+        (lambda d: d["metrics"]["accuracy"].update(value=float("nan")), "value must be a finite number"),
+        (lambda d: d["metrics"]["accuracy"].update(value="0.5"), "value must be a finite number"),
         (lambda d: d.update(schema_version=99), "schema_version 99 is not known"),
         (lambda d: d.update(kind="taks"), "kind 'taks' is not possible"),
-        (lambda d: d.update(attention=["favor+"]), "attention: .* is neither 'softmax' nor"),
-        (lambda d: d.update(samples_per_second=-1), "above zero or null"),
+        (lambda d: d.update(attention=["favor+"]), "attention must be 'softmax' or a mechanism"),
+        (lambda d: d.update(samples_per_second=-1), "samples_per_second must be a positive number"),
         (lambda d: d["dataset"].pop("fingerprint"), "dataset has no 'fingerprint'"),
     ],
 )
@@ -79,17 +71,15 @@ def test_any_document_is_read_or_refused(data):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_attention_is_compared_or_refused(checkpoint, data):
+def test_any_attention_is_named_or_refused(data):
     attention = data.draw(
         st.dictionaries(st.sampled_from(["mechanism", "far", "layers", "num_features"]), JSON | st.just("fmm"))
         | st.fixed_dictionaries({"layers": st.dictionaries(st.text(max_size=3) | st.just("0-1"), JSON)})
     )
     with contextlib.suppress(ValueError):
         result = parse_result(task(attention))
-        assert CheckpointFolder(checkpoint).holds(result.attention) in (True, False)
-        assert isinstance(attention_label(result.attention), str) and isinstance(
-            mechanism_names_in(result.attention), list
-        )
+        assert isinstance(attention_label(result.attention), str)
+        assert isinstance(mechanism_names_in(result.attention), list)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +94,4 @@ def test_committed_cards_are_those_of_their_results(folder):
     assert measured and measured == [r.metric_value for r in card.data.eval_results]
     for result in results:
         assert result.document["git"]["changed"] is False
-        assert f"| {result.seed} | {number(result.metrics[result.main_metric].value)} |" in card.content
+        assert f" | {100 * result.score.value:.1f} |" in card.content

@@ -287,12 +287,6 @@ def test_attention_error_by_hand():
     assert not model.training
 
 
-def test_attention_error_plots(tmp_path):
-    error = attention_error(patch_model(tiny_bert(), "favor+"), {"input_ids": ids(2, 70)})
-    error.plot(tmp_path / "error.png")
-    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_calibration():
     model = patch_model(tiny_llama(), "favor+", variance="optimal")
     batch = {"input_ids": ids(2, 70)}

@@ -1,6 +1,5 @@
 """Optional packages: what works without them, and that the error of what does not names the extra to install."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.models import tiny_bert
 
-import hf_rfattn
-from hf_rfattn.extras import EXTRAS
+from hf_rfattn.cli.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -86,11 +84,3 @@ def test_a_command_names_the_extra_before_it_measures(package, words):
     done = command([package], *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"needs the package {package}: pip install 'hf-rfattn[{EXTRAS[package]}]'" in done.stderr
-
-
-def test_a_method_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    error = hf_rfattn.AttentionError(["0"], ["favor+"], [[0.5]], [0.5], [0.7])
-    with pytest.raises(ImportError, match=r"hf-rfattn\[plots\]"):
-        error.plot()
-    assert json.dumps(error.to_dict())

@@ -8,16 +8,16 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
+from importlib.metadata import distribution
 
 import pytest
 import torch
+import torch._dynamo.testing
 from support.attention import assert_same_with_gradients, build, definition, draw_qkv
+from support.gpus import NoSync, pass_for_a_gpu, recurrence
 from support.models import tiny_gpt2, tiny_llama
 from support.variants import every_mechanism, every_variant, over
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import hf_rfattn
@@ -25,31 +25,13 @@ from hf_rfattn.bench import decode, gpu_prediction, model, ops
 from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
-from hf_rfattn.ops import backend, fused
-
-
-def recurrence(q, k, v, gate, state):
-    """Gated linear attention by its definition."""
-    outs = []
-    for t in range(q.shape[2]):
-        state = gate[:, :, t].exp().unsqueeze(-1) * state + k[:, :, t].unsqueeze(-1) * v[:, :, t].unsqueeze(-2)
-        outs.append((q[:, :, t].unsqueeze(-1) * state).sum(-2))
-    return torch.stack(outs, dim=2), state
+from hf_rfattn.ops import backend, fused, multipole
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The CPU in place of a GPU, and kernels that run on it; the switch is at auto, and nothing was checked yet."""
-    monkeypatch.setattr(backend, "DEVICES", ("cpu",))
-    monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
-    monkeypatch.setattr(backend, "TOLERANCE", {**backend.TOLERANCE, torch.float64: 1e-6})
-    monkeypatch.setattr(backend, "missing", lambda operator: None)
-    monkeypatch.setattr(backend, "checks", {})
-    monkeypatch.setattr(backend, "decisions", {})
-    monkeypatch.setattr(fused, "COMPILER", "eager")
-    monkeypatch.setattr(fused, "_gated_linear_attention", recurrence)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # no gradients on CPUs, it says
-    monkeypatch.setattr(fused, "_compiled", None)
+    """The switch is at auto, and nothing was checked yet."""
+    pass_for_a_gpu(monkeypatch)
     yield backend
     backend.set_backend("auto")
 
@@ -67,9 +49,17 @@ def test_equals_its_definition(gpu, variant, causal):
             assert_same_with_gradients(mechanism, q, k, v, 1e-6, causal=causal, **masks)
 
 
-@over(
-    [("favor+", {}), ("favor+", {"trainable": True}), ("hedgehog", {}), ("fmm", {}), ("fmm", {"normalizer": "joint"})]
-)
+FUSED = [
+    ("favor+", {}),
+    ("favor+", {"trainable": True}),
+    ("hedgehog", {}),
+    ("band", {}),
+    ("fmm", {}),
+    ("multipole", {"exact_keys": 32, "block": 8, "tile": 16}),
+]
+
+
+@over([*FUSED, ("fmm", {"normalizer": "separate"})])
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_row_with_nothing_visible_gives_zeros(gpu, variant, causal):
     gpu.set_backend("fused")
@@ -123,8 +113,22 @@ def test_generation_goes_on_from_a_fused_prompt(gpu, variant):
     torch.testing.assert_close(torch.cat(parts, dim=2), definition(mechanism, q, k, v, causal=True))
 
 
-@over([("favor+", {}), ("band", {})])
-def test_compiled_once_for_all_lengths(gpu, variant, monkeypatch):
+def test_tiles_beyond_the_largest_batch_of_a_kernel(gpu, monkeypatch):
+    monkeypatch.setattr(multipole, "LARGEST_BATCH", 16)
+    gpu.set_backend("fused")
+    mechanism = build(("multipole", {"exact_keys": 16, "block": 4, "tile": 8}), kv_heads=2)
+    for masks in ({}, {"key_mask": torch.rand(2, 60) > 0.4}):  # 16 tiles a sequence and key head
+        assert_same_with_gradients(mechanism, *draw_qkv(60, kv_heads=2), 1e-6, **masks)
+
+
+COMPILED = [(variant, "bidirectional") for variant in FUSED if variant[0] != "fmm"]  # which is band and favor+
+COMPILED += [
+    (variant, form) for variant in FUSED if variant[0] in ("band", "multipole") for form in ("causal", "packed")
+]
+
+
+@pytest.mark.parametrize(("variant", "form"), COMPILED, ids=lambda x: x if isinstance(x, str) else x[0])
+def test_compiled_once_for_all_lengths(gpu, variant, form, monkeypatch):
     count = torch._dynamo.testing.CompileCounterWithBackend("eager")
     monkeypatch.setattr(fused, "COMPILER", count)
     gpu.set_backend("fused")
@@ -133,17 +137,21 @@ def test_compiled_once_for_all_lengths(gpu, variant, monkeypatch):
 
     def run(length):
         q, k, v = (x.requires_grad_() for x in draw_qkv(length, kv_heads=2, dtype=torch.float32))
-        mechanism(q, k, v, key_mask=torch.rand(2, length) > 0.3).sum().backward()
+        masks = {"key_mask": torch.rand(2, length) > 0.3, "causal": form != "bidirectional"}
+        if form == "packed":
+            masks["segments"] = 2 * torch.arange(length).expand(2, -1) // length
+        mechanism(q, k, v, **masks).sum().backward()
 
-    for length in (150, 300):
+    for length in (150, 300, 320):  # of one block, of several, and of whole tiles
         run(length)
     before = count.frame_count
     for length in (200, 417, 640, 131):
         run(length)
-    assert count.frame_count == before > 0
+    assert count.frame_count == before
+    assert set(gpu.decisions.values()) == {None}
 
 
-@over([("favor+", {}), ("hedgehog", {}), ("band", {}), ("fmm", {})])
+@over(FUSED)
 def test_inside_a_compiled_model(gpu, variant):
     gpu.set_backend("fused")
     mechanism = build(variant, dtype=torch.float32)
@@ -160,30 +168,39 @@ def test_inside_a_compiled_model(gpu, variant):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_gates_are_those_of_flash_linear_attention():
-    """Its own reference; the module beside it needs triton, so the file is loaded by itself."""
-    package = importlib.util.find_spec("fla")
-    if package is None:
-        pytest.skip("needs the sources of flash-linear-attention: pip install fla-core")
-    path = Path(package.submodule_search_locations[0], "ops", "gla", "naive.py")
+def reference(q, k, v, gate, state):
+    """The same by flash-linear-attention: the package needs triton to be imported, so the file is loaded by itself."""
+    path = distribution("fla-core").locate_file("fla/ops/gla/naive.py")
     spec = importlib.util.spec_from_file_location("fla_gla_naive", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    q = math.sqrt(q.shape[3]) * q  # it divides by that
+    tokens = (x.transpose(1, 2) for x in (q, k, v, gate))
+    out, state = module.naive_recurrent_gla(*tokens, initial_state=state, output_final_state=True)
+    return out.transpose(1, 2), state
+
+
+def test_the_recurrence_is_that_of_flash_linear_attention():
     q, k, v = (torch.randn(2, 3, 20, 6, requires_grad=True) for _ in range(3))
     gate = torch.nn.functional.logsigmoid(torch.randn(2, 3, 20, 6))
     state = torch.randn(2, 3, 6, 6)
-    theirs, after = module.naive_recurrent_gla(
-        *(x.transpose(1, 2) for x in (math.sqrt(6) * q, k, v, gate)), initial_state=state, output_final_state=True
-    )  # which divides queries by the square root of their size
-    ours, ours_after = recurrence(q, k, v, gate, state)
-    torch.testing.assert_close(ours, theirs.transpose(1, 2))
+    (theirs, after), (ours, ours_after) = (function(q, k, v, gate, state) for function in (reference, recurrence))
+    torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(ours_after, after)
-    for a, b in zip(
-        torch.autograd.grad(theirs.square().sum(), (q, k, v)),
-        torch.autograd.grad(ours.square().sum(), (q, k, v)),
-        strict=True,
-    ):
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (theirs, ours)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@over([("favor+", {}), ("hedgehog", {}), ("linear", {}), ("fmm", {"bandwidth": 5})])
+def test_causal_attention_by_the_reference_of_flash_linear_attention(gpu, variant, monkeypatch):
+    """Gates, scales, masks and segments are right for their function, not for ours alone."""
+    monkeypatch.setattr(fused, "_gated_linear_attention", reference)
+    gpu.set_backend("fused")
+    mechanism = build(variant, heads=2, kv_heads=1, dtype=torch.float32)
+    q, k, v = draw_qkv(40, heads=2, kv_heads=1, dtype=torch.float32)
+    masks = {"key_mask": torch.rand(2, 40) > 0.3, "segments": torch.arange(40).expand(2, -1) // 15}
+    assert_same_with_gradients(mechanism, q, k, v, 1e-4, causal=True, **masks)
+    assert gpu.decisions["causal"] is None
 
 
 def test_layout_of_the_kernel_call(monkeypatch):
@@ -356,23 +373,6 @@ def test_doctor_says_what_a_device_runs_on(gpu, monkeypatch):
 # Generation without waiting for the device.
 
 
-class NoSync(TorchDispatchMode):
-    """Raises where a GPU would have to be waited for."""
-
-    waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        by_mask = name.startswith("index") and isinstance(args[1], (list, tuple)) and bools(args[1])
-        if name in self.waits or by_mask:
-            raise RuntimeError(f"{function} waits for the device")
-        return function(*args, **(kwargs or {}))
-
-
-def bools(tensors):
-    return any(x is not None and x.dtype == torch.bool for x in tensors)
-
-
 def test_what_waits_is_noticed():
     x = torch.arange(3)
     for wait in (int, torch.nonzero, torch.unique, lambda x: x[x > 1], lambda x: torch.equal(x, x)):
@@ -457,13 +457,21 @@ def test_all_tensors_are_on_the_device(gpu, variant, form, monkeypatch):
 
 
 def test_predicted_costs_follow_from_shapes():
-    device = gpu_prediction.DEVICES[0]
-    favor, band = (gpu_prediction.paths()[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
+    device, length = gpu_prediction.DEVICES[0], 4096
+    paths = gpu_prediction.paths(length)
+    favor, band = (paths[name, False] for name in ("favor+, M = 64, fused", "band 32, fused"))
     assert sum(kernel.operations for kernel in favor) == 8 * 64 * 64  # two products with keys, two with queries
     assert sum(kernel.operations for kernel in band) == 4 * 64 * 3 * 128  # three blocks of keys
-    length = gpu_prediction.break_even(favor, False, device)
-    flash = 4 * 64 * length / device.rate
-    assert flash == pytest.approx(sum(kernel.seconds(device) for kernel in favor), rel=0.05)
+    far = 4 * 64 * length / 16  # block means at this length
+    assert far in [kernel.operations for kernel in paths["multipole, 128 exact keys, fused", False]]
+    for path in paths:
+        found = gpu_prediction.break_even(path, device)
+        assert (found is None) == (path == ("multipole, 128 exact keys, fused", True))
+        if found is None:
+            continue
+        for length, faster in ((found, True), (0.9 * found, False)):
+            seconds = sum(kernel.seconds(device) for kernel in gpu_prediction.paths(length)[path])
+            assert (seconds <= gpu_prediction.flash(length, path[1], 64).seconds(device)) == faster
 
 
 # hf-rfattn bench --paths.
@@ -497,7 +505,7 @@ def gpt2(tmp_path_factory):
 def test_paths_are_compared_in_one_run(gpu, compiled_eagerly):
     gpu.set_backend("torch")
     settings = OpsSettings(
-        attention=["favor+", "linear"], lengths=[40, 48], heads=2, head_dim=16, features=[8], **QUICK
+        attention=["favor+", "linear"], lengths=[40, 48], heads=2, head_dim=16, features=[8], passes=[False], **QUICK
     )
     result = ops.measure(settings)
     names = [("favor+", "torch"), ("favor+", "compiled"), ("favor+", "fused")]
@@ -516,7 +524,7 @@ def test_paths_are_compared_in_one_run(gpu, compiled_eagerly):
         "favor+, M = 8 (compiled)",
         "favor+, M = 8 (fused)",
     ]
-    assert "compiles" in first.title and len(first.rows) == 4 * 3 + 2
+    assert "compiles" in first.title and len(first.rows) == 2 * 3 + 1
     assert notes.items == ["Not measured: linear, M = 16 (fused): linear: features are not log-linear"]
     assert image.draw().axes
 

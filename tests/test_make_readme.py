@@ -79,8 +79,12 @@ def test_evaluations_stand_beside_softmax(tmp_path):
     for name, document in found.items():
         write_result(document, tmp_path / name)
     text = as_markdown(make_readme.evaluations(found, ""))
-    assert "| softmax | 0.8 | 100.0 % | 10 | 1.00 × |" in text
-    assert "| fmm, after 7 steps of transfer | 0.4 | 50.0 % | 30 | 3.00 × |" in text
+    assert "| softmax | 80.0 | 100.0 % | 10 | 1.00 × | 777 MiB |" in text
+    assert "| fmm, after 7 steps of transfer | 40.0 | 50.0 % | 30 | 3.00 × |" in text
+    for document in found.values():
+        document["load_average"] = [5.0, 5.0, 5.0]
+    text = as_markdown(make_readme.evaluations(found, ""))
+    assert "| softmax | 80.0 | 100.0 % | 777 MiB |" in text and "samples/s" not in text  # the machine was busy
 
 
 def test_evaluations_take_their_speed_from_the_benchmark_of_the_model():
@@ -97,8 +101,8 @@ def test_evaluations_take_their_speed_from_the_benchmark_of_the_model():
     ]
     found["bench.json"] = {"kind": "bench model", "model": {"name": BASE}, "attention": {"fmm": fmm}, "cells": cells}
     text = as_markdown(make_readme.evaluations(found, ""))
-    assert "| softmax | 0.8 | 100.0 % | 17 | 1.00 × | 1.00 × | 1 MiB |" in text
-    assert "| fmm | 0.5 ± 0.14 | 62.5 % | 17 | 1.70 × | 1.50 × | 1 MiB |" in text
+    assert "| softmax | 80.0 | 100.0 % | 17 | 1.00 × | 1.00 × | 1 MiB |" in text
+    assert "| fmm | 50.0 ± 14.1 | 62.5 % | 17 | 1.70 × | 1.50 × | 1 MiB |" in text
 
 
 def test_decoders_by_context_length():
@@ -118,9 +122,9 @@ def test_decoders_by_context_length():
         return {**shared("bench lm"), **about, "attention": kinds, "dataset": {"name": "text"}, "cells": cells}
 
     found = {
-        "a.json": document("me/base", {"softmax": 20.0, "own": 30.0}, 512, 1, 7),
+        "a.json": document("me/base, LoRA", {"own": 22.0}, 512, 0, 0),
         "b.json": document("me/base", {"softmax": None, "own": None}, 0, 3, 1),
-        "c.json": document("me/base, LoRA", {"own": 22.0}, 512, 0, 0),
+        "c.json": document("me/base", {"softmax": 20.0, "own": 30.0}, 512, 1, 7),
         "d.json": document("me/base, LoRA", {"softmax": 16.0}, 512, 0, 0),
     }
     text = as_markdown(make_readme.contexts(found, ""))

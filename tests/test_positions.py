@@ -352,27 +352,3 @@ def test_a_real_model(tmp_path):
                       return_tensors="pt")  # fmt: skip
     assert batch["input_ids"].shape == (1, 1024)
     assert torch.isfinite(hidden(model, **batch)).all()
-
-
-def test_the_longest_input_may_stand_for_its_length():
-    tokenizer = tiny_tokenizer()
-    tokenizer.model_max_length = 160
-    texts = ["good film " * 100, "bad"]
-    batch = tokenizer(texts, padding=True, return_tensors="pt")
-    for data, options in (
-        (texts, {"tokenizer": tokenizer}),
-        (texts[0], {"tokenizer": tokenizer}),
-        (batch, {}),
-        ([batch], {}),
-        (batch, {"tokenizer": tokenizer}),
-        (iter([batch]), {}),
-    ):
-        tokenizer.model_max_length = 160
-        model = extend_positions(tiny_bert(), data, **options)
-        assert learned_positions(model) == 200
-        assert tokenizer.model_max_length == (200 if options else 160)
-    assert learned_positions(extend_positions(tiny_bert(), "bad", tokenizer=tokenizer)) == 160
-    with pytest.raises(ValueError, match="give their tokenizer"):
-        extend_positions(tiny_bert(), texts)
-    with pytest.raises(ValueError, match="rotary"):
-        extend_positions(tiny_llama(), batch)

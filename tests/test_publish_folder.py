@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
-from hf_rfattn.hub.publish import make_plan, publish, scrub
+from hf_rfattn.hub.publish import make_plan, publish
 from hf_rfattn.results import checkpoint_fingerprint
 from hf_rfattn.results.fingerprint import INDEX
 
@@ -57,10 +57,6 @@ def _boast(folder):
 def _broken_metadata(folder):
     path = folder / "README.md"
     path.write_text(path.read_text().replace("tags:\n", "tags: [\n"))
-
-
-def _pickle(folder):
-    (folder / "training_args.bin").write_bytes(b"\x80\x04.")
 
 
 def _leaked_token(folder):
@@ -111,12 +107,6 @@ def _oauth_token(folder):
     edit(folder / "tokenizer_config.json", lambda config: config.update(note="hf_oauth_eyJhbGciOi.eyJz-dWI_iOiI.x"))
 
 
-def _shard_elsewhere(folder):
-    (folder / "model.safetensors").rename(folder.parent / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"x": "../model-00001-of-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def _no_weights(folder):
     (folder / "model.safetensors").rename(folder / "optimizer.safetensors")
 
@@ -124,16 +114,14 @@ def _no_weights(folder):
 UNFIT = {
     _link: "LICENSE: links are not followed",
     _linked_results: "results: links are not followed",
-    _private_key: "LICENSE holds a private key",
+    _private_key: "LICENSE holds a token of the Hub or a private key",
     _oauth_token: "tokenizer_config.json holds a token",
-    _shard_elsewhere: "not a file of weights in this folder",
     _no_weights: "has no weights",
     _no_card: "has no card",
-    _other_weights: "was not made for these weights",
-    _other_result: "are not those the card was made from",
-    _boast: "claims results that its result files do not hold",
+    _other_weights: "was not made from these weights and results: see rfattn_checkpoint_sha256",
+    _other_result: "see rfattn_results_sha256",
+    _boast: "see eval_results",
     _broken_metadata: "cannot be read",
-    _pickle: "training_args.bin: loading such a file can run code",
     _leaked_token: "holds a token",
     _truncated: "does not load again",
     _unpatched: "is not a patched checkpoint",
@@ -153,7 +141,7 @@ def test_folders_that_are_not_fit(folder, damage, message):
 OTHERS = (
     "optimizer.safetensors", "vocab.sqlite", "secrets.model", "LICENSE_KEYS", "LICENSE.pem", "tokenizer_secrets.json",
     "photo.png", "model.fp16.safetensors", "results/notes.txt", "additional_chat_templates/x.py", "sub/config.json",
-    "model-00001-of-00002.safetensors", ".env",
+    "model-00001-of-00002.safetensors", ".env", "training_args.bin",
 )  # fmt: skip
 
 
@@ -170,24 +158,18 @@ def test_only_what_belongs_to_a_model_is_sent(folder):
     assert set(make_plan(folder, NAME, include=["photo.png"]).files) == {*plan.files, "photo.png"}
     with pytest.raises(ValueError, match=r"'other' cannot be included: .* has no such file"):
         make_plan(folder, NAME, include=["other"])
-    (folder / "sub" / "rng.pth").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"sub/rng\.pth: loading such a file can run code"):
-        make_plan(folder, NAME, include=["sub/rng.pth"])
 
 
-def test_shards_are_those_of_the_index(folder):
+def test_shards(folder):
     before = checkpoint_fingerprint(folder)
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    for name in (*names, "model-00003-of-00002.safetensors"):
+    for name in names:
         shutil.copy(folder / "model.safetensors", folder / name)
     assert checkpoint_fingerprint(folder) == before  # one file goes first, as for from_pretrained
     (folder / "model.safetensors").unlink()
     (folder / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
     plan = make_plan(folder, NAME)
-    assert {*names, INDEX} < set(plan.files) and plan.left_out == ["model-00003-of-00002.safetensors"]
-    (folder / INDEX).write_text("{}")
-    with pytest.raises(ValueError, match="is not an index of weights"):
-        make_plan(folder, NAME)
+    assert {*names, INDEX} < set(plan.files) and not plan.left_out
 
 
 def test_other_files_are_sent_if_they_are_named(folder, monkeypatch):
@@ -206,10 +188,3 @@ def test_the_card_names_the_repository(folder):
 def test_names_that_are_not_possible(folder, name):
     with pytest.raises(ValueError):
         make_plan(folder, name)
-
-
-def test_scrub():
-    assert scrub(f"Bearer {TOKEN}, {TOKEN}!") == "Bearer ***, ***!"
-    assert scrub("token hf_oauth_eyJhbGci.eyJz-dWI_x.Zz, hf_jwt_abcdefgh") == "token ***, ***"
-    assert scrub("hf_rfattn.integration") == "hf_rfattn.integration"
-    assert scrub("my-own-token in a text", "my-own-token") == "*** in a text"

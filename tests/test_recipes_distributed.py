@@ -110,11 +110,8 @@ def test_sequence_parallel(zygote, bert, single, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [1, 2])
 def test_language_on_two_processes(zygote, tmp_path, sequence_parallel):
-    """Tied weights, perplexity of uneven windows, a tokenizer that one process trains and both read."""
-    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    (tmp_path / "tiny.json").write_text(json.dumps({**shape, **dropout}))
-    scratch = ["--from-scratch", tmp_path / "tiny.json", "--vocab-size", 300, "--max-length", 32]
+    """Tied weights, perplexity of uneven windows."""
+    scratch = ["--model", make_gpt2(tmp_path / "gpt2"), "--from-scratch", "--max-length", 32]
     for processes in (1, 2):
         output = tmp_path / str(processes)
         output.mkdir()

@@ -101,13 +101,7 @@ def test_pairs_without_a_gold_label_are_left_out(bert, tmp_path):
     assert result["metrics"]["accuracy"]["n"] == 30 and result["budget"]["train_samples"] == 30
 
 
-def test_other_recipes(bert, tmp_path, capsys):
-    language = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
-    (tmp_path / "wrong.json").write_text('{"model_type": "gpt9"}')
-    scratch = {"from_scratch": str(tmp_path / "wrong.json"), "vocab_size": 300, "output": str(tmp_path / "out")}
-    with pytest.raises(SystemExit):
-        run_here(*language, **scratch, **QUICK)
-    assert "gpt9" in capsys.readouterr().err
+def test_files_that_cannot_be_read(bert, tmp_path, capsys):
     glue = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.parquet").write_bytes(b"nonsense")

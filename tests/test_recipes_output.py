@@ -4,7 +4,6 @@ import json
 import shutil
 
 import convert as convert_recipe
-import finetune_lm
 import finetune_snli
 import pytest
 from support.recipes import forget_processes, run_here
@@ -68,13 +67,3 @@ def test_the_record_is_written_whole_or_not_at_all(bert, tmp_path, monkeypatch):
     assert not (tmp_path / "out" / "run.json").exists()
     run_here(*SNLI, model=bert, output=str(tmp_path / "out"), **QUICK)  # what is left does not get in the way
     assert json.loads((tmp_path / "out" / "run.json").read_text())["model"] == bert
-
-
-def test_a_tokenizer_trained_before_a_failure_does_not_block_the_folder(tmp_path, capsys):
-    language = (finetune_lm.LanguageTask, finetune_lm.LanguageOptions)
-    (tmp_path / "gpt2.json").write_text('{"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}')
-    fields = {"model": None, "from_scratch": str(tmp_path / "gpt2.json"), "vocab_size": 300, "max_train_samples": 400}
-    fields |= {"max_eval_samples": 40, "output": str(tmp_path / "out")}
-    refused(capsys, language, attention="favour", max_length=16, **fields)
-    run_here(*language, max_length=16, **{**QUICK, **fields})
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model", "result.json", "run.json"]

@@ -2,34 +2,56 @@
 
 Operations and bytes are per token and head, of a forward pass in bfloat16 without gradients or masks. A kernel takes
 the longer of operations / peak rate and bytes / bandwidth; kernels follow each other. Kernels of torch that are not
-fused read their inputs from memory and write their outputs to it. Softmax is flash attention, which reads q, k and v
-and writes its output once. Break-even is the length from which a path takes less time, if all kernels reach the same
-share of the peak; the time of launching kernels, which decides at short lengths and small batches, is left out.
+fused read their inputs from memory, write their outputs to it, and multiply in float32. Softmax is flash attention,
+which reads q, k and v and writes its output once. Break-even is the length from which a path takes less time, if all
+kernels reach the same share of the peak; the time of launching kernels, which decides at short lengths and small
+batches, is left out.
 """
 
 import math
 from typing import NamedTuple
 
+from ..mechanisms.multipole import CAUSAL_BLOCK, MultipoleConfig, block_and_tile
 from ..results import Table
 
 BLOCK = 128  # queries and keys of a block of FlexAttention
 CHUNK = 64  # tokens of a chunk of gated linear attention
 HEADS = 96  # batch times heads
+LENGTHS = 8192, 16384  # at which costs that grow are compared
 
 
 class Device(NamedTuple):
-    """Peak figures of the vendor: dense bfloat16 operations a second, bytes a second, multiprocessors."""
+    """Peak figures of the vendor: operations a second, dense, in bfloat16 and without tensor cores in float32; bytes a
+    second; multiprocessors.
+    """
 
     name: str
     rate: float
+    float32_rate: float
     bandwidth: float
     processors: int
     source: str
 
 
 DEVICES = (
-    Device("A100", 312e12, 2.039e12, 108, "NVIDIA A100 Tensor Core GPU datasheet (80 GB SXM)"),
-    Device("H100", 989e12, 3.35e12, 132, "NVIDIA H100 Tensor Core GPU datasheet (SXM; without sparsity)"),
+    Device(
+        "A100",
+        312e12,
+        19.5e12,
+        2.039e12,
+        108,
+        "80 GB SXM, by https://glennklockwood.com/garden/processors/A100, which quotes NVIDIA's data sheet "
+        "(nvidia-a100-datasheet-us-nvidia-1758950-r4) and white paper",
+    ),
+    Device(
+        "H100",
+        989.4e12,
+        66.9e12,
+        3.35e12,
+        132,
+        "80 GB SXM5, without sparsity, by https://glennklockwood.com/garden/processors/h100 and "
+        "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, which quote NVIDIA",
+    ),
 )
 
 
@@ -39,10 +61,12 @@ class Kernel(NamedTuple):
     operations: float
     bytes: float
     programs: float = math.inf
+    float32: bool = False
 
     def seconds(self, device: Device) -> float:
         busy = min(1.0, self.programs / device.processors)
-        return max(self.operations / device.rate, self.bytes / device.bandwidth) / busy
+        rate = device.float32_rate if self.float32 else device.rate
+        return max(self.operations / rate, self.bytes / device.bandwidth) / busy
 
 
 def attend(keys: float, dim: int, tokens_read: float, tokens_written: float, programs: float = math.inf) -> Kernel:
@@ -50,60 +74,108 @@ def attend(keys: float, dim: int, tokens_read: float, tokens_written: float, pro
     return Kernel(4 * keys * dim, 2 * dim * (tokens_read + tokens_written) + 4, programs)
 
 
-def pointwise(numbers: float) -> Kernel:
+def torch_kernels(numbers: float, operations: float = 0) -> Kernel:
     """Kernels of torch that read and write so many numbers in float32."""
-    return Kernel(0, 4 * numbers)
+    return Kernel(operations, 4 * numbers, float32=True)
 
 
-def paths(dim: int = 64, features: int = 64, bandwidth: int = 32) -> dict[tuple[str, bool], list[Kernel]]:
-    """The kernels of each path, by its name and whether it is causal."""
+def flash(length: float, causal: bool, dim: int) -> Kernel:
+    """Flash attention: q, k and v are read and the output is written once."""
+    return Kernel((2 if causal else 4) * dim * length, 8 * dim)
+
+
+def paths(length: int, dim: int = 64, features: int = 64, bandwidth: int = 32) -> dict[tuple[str, bool], list[Kernel]]:
+    """The kernels of each path at a sequence length, by its name and whether it is causal."""
     M, programs = features, HEADS * math.ceil(features / BLOCK)
-    norms = pointwise(dim / 2 + 2)
-    favor = [norms, attend(M, dim, 2, 0, programs), attend(M, dim, 1, 1)]
+    favor = [torch_kernels(dim / 2 + 2), attend(M, dim, 2, 0, programs), attend(M, dim, 1, 1)]  # norms come first
     half = HEADS * math.ceil(dim / BLOCK)  # hedgehog: two halves of as many features as the head size
     normaliser = attend(dim, dim, 1, 1)  # whose output nobody reads
     hedgehog = 2 * [normaliser, attend(dim, dim, 2, 0, half), normaliser, attend(dim, dim, 1, 1)]
-    hedgehog.append(pointwise(2 * (dim / 2 + dim) + 2 * dim + dim + dim / 2))  # to float32, merged, and back
+    hedgehog.append(torch_kernels(2 * (dim / 2 + dim) + 2 * dim + dim + dim / 2))  # to float32, merged, and back
     reach = 2 * math.ceil(bandwidth / BLOCK) + 1
     band = [attend(reach * BLOCK, dim, 3, 1)]
     causal_band = [attend((reach + 1) / 2 * BLOCK, dim, 3, 1)]
-    blend = [pointwise(2 * dim / 2 + 2 * dim + 3 * dim + dim + dim / 2)]
+    blend = [torch_kernels(2 * dim / 2 + 2 * dim + 3 * dim + dim + dim / 2)]
     # log-features of keys and queries, running maximum with its positions, gates, exponentials, copies for the kernel
-    prepared = [Kernel(4 * M * dim, 0), pointwise(5 * dim + 45.5 * M), pointwise(3.5 * dim + 4 * (dim + 1))]
+    prepared = torch_kernels(5 * dim + 45.5 * M + 3.5 * dim + 4 * (dim + 1), 4 * M * dim)
     gated = Kernel(2 * CHUNK * (M + dim) + 4 * M * (dim + 1), 4 * (11 * M + 2 * CHUNK + 3 * (dim + 1)))
-    causal = [*prepared, gated, pointwise(3.5 * dim)]
+    causal = [prepared, gated, torch_kernels(3.5 * dim)]
     # the torch path casts to float32, and writes features, their exponentials and sums
-    eager = [Kernel(8 * M * dim, 0), pointwise(6 * dim + 10 * M), pointwise(5 * dim + 6 * M)]
+    eager = [torch_kernels(6 * dim + 10 * M, 4 * M * dim), torch_kernels(5 * dim + 6 * M, 4 * M * dim)]
+    exact = MultipoleConfig().exact_keys
     return {
         (f"favor+, M = {M}, fused", False): favor,
         (f"favor+, M = {M}, torch path", False): eager,
         (f"hedgehog, M = {2 * dim}, fused", False): hedgehog,
         (f"band {bandwidth}, fused", False): band,
-        (f"fmm, band {bandwidth}, M = {M}, fused", False): [*band, *favor, *blend],
+        (f"fmm separate, band {bandwidth}, M = {M}, fused", False): [*band, *favor, *blend],
+        (f"fmm joint, band {bandwidth}, M = {M}, fused", False): [*band, *causal, *causal, *blend],
+        (f"multipole, {exact} exact keys, fused", False): _multipole(length, exact, dim),
         (f"favor+, M = {M}, fused", True): causal,
         (f"band {bandwidth}, fused", True): causal_band,
-        (f"fmm, band {bandwidth}, M = {M}, fused", True): [*causal_band, *causal, *blend],
+        (f"fmm joint, band {bandwidth}, M = {M}, fused", True): [*causal_band, *causal, *blend],
+        (f"multipole, {exact} exact keys, fused", True): _causal_multipole(length, dim),
     }
 
 
-def break_even(kernels: list[Kernel], causal: bool, device: Device, dim: int = 64) -> int:
-    """The length at which flash attention takes as long, rounded to two digits."""
-    operations = (2 if causal else 4) * dim  # for each key
-    length = sum(kernel.seconds(device) for kernel in kernels) * device.rate / operations
-    digits = max(math.floor(math.log10(length)) - 1, 0)
-    return round(length / 10**digits) * 10**digits
+def _multipole(length: int, exact: int, dim: int) -> list[Kernel]:
+    block, tile = block_and_tile(length)
+    blocks, choice = length / block, 4 * length / block / tile  # block means; votes of a tile for each of them
+    codes = 2 * (dim + 4 * 16 + 24)  # moments, codes of 16 bits, and sorting them, of queries and keys
+    tokens = 4.5 * dim + codes + 8 * dim + 8 * dim + 6 * dim  # to float32, in order and back, block means, to bfloat16
+    return [
+        torch_kernels(tokens + 11 * choice, 2 * dim * choice),
+        torch_kernels(4 * exact / tile * dim / 2),  # keys and values of chosen blocks are copied for each tile
+        attend(exact * max(BLOCK / tile, 1), dim, 1 + 2 * exact / tile, 1),  # kernels compute 128 queries at least
+        Kernel(4 * blocks * dim, 2 * dim * 2 + 4 + 4 * choice),
+        torch_kernels(11 * dim + 1.5 * dim),  # both parts to float32, merged, and to bfloat16
+    ]
+
+
+def _causal_multipole(length: int, dim: int) -> list[Kernel]:
+    """If no block of keys can be skipped: each query chooses for itself, and 128 of them choose most blocks."""
+    blocks = length / CAUSAL_BLOCK
+    return [
+        torch_kernels(6 * dim + 38 * blocks, 2 * dim * blocks),  # the choice: scores, bounds, their order, and masks
+        Kernel(2 * dim * length, 8 * dim + blocks / 2),
+        Kernel(4 * dim * blocks, 4 * dim + 4 * blocks),
+        torch_kernels(11 * dim + 1.5 * dim),
+    ]
+
+
+def break_even(path: tuple[str, bool], device: Device, dim: int = 64) -> int | None:
+    """The first length, of those with two digits, from which a path takes less time than flash attention; None if
+    there is none below ten million.
+    """
+    for length in (digits * 10**power for power in range(1, 6) for digits in range(10, 100)):
+        seconds = sum(kernel.seconds(device) for kernel in paths(length, dim)[path])
+        if seconds <= flash(length, path[1], dim).seconds(device):
+            return length
+    return None
 
 
 def table(dim: int = 64) -> Table:
     """Operations, bytes and predicted break-even lengths of each path."""
-    rows = [
-        ["bidirectional", "softmax (flash)", f"{4 * dim} · length", f"{8 * dim:,}", *("–" for _ in DEVICES)],
-        ["causal", "softmax (flash)", f"{2 * dim} · length", f"{8 * dim:,}", *("–" for _ in DEVICES)],
-    ]
-    for (name, causal), kernels in paths(dim).items():
-        operations, moved = (sum(getattr(k, field) for k in kernels) for field in ("operations", "bytes"))
-        lengths = [f"{break_even(kernels, causal, device, dim):,}" for device in DEVICES]
-        form = "causal" if causal else "bidirectional"
-        rows.append([form, name, f"{operations:,.0f}", f"{moved:,.0f}", *lengths])
+    rows = []
+    for causal, form in ((False, "bidirectional"), (True, "causal")):
+        both = {"softmax (flash)": [[flash(length, causal, dim)] for length in LENGTHS]}
+        for path in paths(LENGTHS[0], dim):
+            if path[1] == causal:
+                both[path[0]] = [paths(length, dim)[path] for length in LENGTHS]
+        for name, kernels in both.items():
+            costs = [_formula([sum(k[field] for k in some) for some in kernels]) for field in range(2)]
+            known = [None if name.startswith("softmax") else break_even((name, causal), d, dim) for d in DEVICES]
+            lengths = ["–" if name.startswith("softmax") else f"{x:,}" if x else "never" for x in known]
+            rows.append([form, name, *costs, *lengths])
     headings = ["", "", "operations", "bytes", *(f"break-even, {device.name} (predicted)" for device in DEVICES)]
     return Table("Predicted cost on GPUs, per token and head", headings, rows, aligned=False)
+
+
+def _formula(values: list[float]) -> str:
+    """A number, or how it grows, from what it is at two lengths."""
+    slope = (values[1] - values[0]) / (LENGTHS[1] - LENGTHS[0])
+    if not slope:
+        return f"{values[0]:,.0f}"
+    start = values[0] - slope * LENGTHS[0]
+    growing = f"{slope:,.3g} · length"
+    return growing if round(start) == 0 else f"{start:,.0f} + {growing}"

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -75,28 +75,15 @@ def interleave(
     return seconds
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles."""
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles, rounded to four significant digits.
 
-    median: float
-    lower: float
-    upper: float
-    count: int
-
-    @classmethod
-    def of(cls, samples: Sequence[float], digits: int = 4) -> "Spread":
-        """Rounded to so many significant digits.
-
-        >>> Spread.of([1, 2, 3, 4, 100])
-        Spread(median=3.0, lower=2.0, upper=4.0, count=5)
-        """
-        quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
-        lower, median, upper = (rounded(value, digits) for value in quartiles)
-        return cls(median, lower, upper, len(samples))
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    >>> spread([1, 2, 3, 4, 100])
+    {'median': 3.0, 'lower': 2.0, 'upper': 4.0, 'count': 5}
+    """
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+    lower, median, upper = map(rounded, quartiles)
+    return {"median": median, "lower": lower, "upper": upper, "count": len(samples)}
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

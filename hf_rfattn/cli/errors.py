@@ -6,18 +6,29 @@ from typing import TypeVar
 
 import typer
 
-from ..extras import naming_the_extra
-
 Choice = TypeVar("Choice")
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+
+# Packages that not everybody needs, and the extra that each comes with.
+EXTRAS = {
+    "matplotlib": "plots",
+    "psutil": "bench",
+    "rich": "bench",
+    "accelerate": "recipes",
+    "datasets": "recipes",
+}
 
 
 @contextmanager
 def errors_without_traceback() -> Iterator[None]:
     """What the user got wrong becomes one message and exit code 2; Ctrl-C one message and 130."""
     try:
-        with naming_the_extra():
-            yield
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        message, code = str(error), 2
+        if package in EXTRAS:
+            message = f"This needs the package {package}: pip install 'hf-rfattn[{EXTRAS[package]}]'"
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         message, code = str(error), 2
     except KeyboardInterrupt:

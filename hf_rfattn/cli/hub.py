@@ -19,7 +19,7 @@ def card(
     base_model: Annotated[str | None, typer.Option(help="On the Hub; needed only where no result names it.")] = None,
     license: Annotated[str | None, typer.Option(help="Of the base model, where no result names it.")] = None,
 ) -> None:
-    """Write a model card (README.md, results.png) from the checkpoint in DIR and the result files in DIR/results."""
+    """Write a model card (README.md) from the checkpoint in DIR and the result files in DIR/results."""
     with errors_without_traceback():
         from ..hub.cards import write_card
         from ..hub.folder import CheckpointFolder
@@ -53,7 +53,7 @@ def publish(
         typer.Option(metavar="FILE", help="Send this file of DIR too."),
     ] = None,
 ) -> None:
-    """Send a patched checkpoint with its card, plot and results to the Hub, in one commit.
+    """Send a patched checkpoint with its card and results to the Hub, in one commit.
 
     Only files that belong to a model and those named by --include are sent. The token is that of `hf auth login` or
     HF_TOKEN.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic
 LENGTHS = "128,512,2048,8192"
+SEES = {"causal": "the past", "bidirectional": "all", "cross": "the encoder"}
+MEMORY = {"kv_cache_bytes": "softmax: KV cache", "state_bytes": "{}: state"}
 
 
 def inspect_model(
@@ -47,7 +49,7 @@ def inspect_model(
         if as_json:
             typer.echo(json.dumps(report, indent=2, default=lambda error: error.to_dict()))
         else:
-            typer.echo("\n".join(_report_lines(report)))
+            typer.echo("\n".join(_lines(report)))
 
 
 def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str | None) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
         "dtype": str(dtype).removeprefix("torch."),
         "attention": config.to_dict(),
         "learned_positions": learned_positions(model),
-        "modules": [_site_document(site) for site in sites],
+        "modules": [_module(site) for site in sites],
         "costs": [_costs(patched, length, dtype) for length in lengths],
         "crossover_length": crossover_length(patched),
     }
@@ -102,7 +104,7 @@ def _patch(model: "PreTrainedModel", config: "MechanismConfig") -> None:
         patch_model(model, config)
 
 
-def _site_document(site: "AttentionSite") -> dict[str, Any]:
+def _module(site: "AttentionSite") -> dict[str, Any]:
     from ..integration.cost import is_causal
 
     mechanism = getattr(site.module, "rf", None)
@@ -121,26 +123,27 @@ def _site_document(site: "AttentionSite") -> dict[str, Any]:
 
 
 def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.dtype") -> dict[str, int]:
-    """Multiply-adds and memory of all patched modules, one sequence."""
+    """Multiply-adds of all patched modules, one sequence, and what generation keeps of it."""
     from ..integration.cost import attention_cost
 
     cost: dict[str, int] = {"length": length, "multiply_adds": 0, "softmax_multiply_adds": 0}
     for mechanism, causal in patched:
         one = attention_cost(mechanism, length, causal=causal, dtype=dtype)
-        keys = ("state_bytes", "kv_cache_bytes") if causal else ("feature_bytes", "score_matrix_bytes")
-        counts = (one.multiply_adds, one.softmax_multiply_adds, one.memory, one.softmax_memory)
-        for key, value in zip(("multiply_adds", "softmax_multiply_adds", *keys), counts, strict=True):
+        counts = {"multiply_adds": one.multiply_adds, "softmax_multiply_adds": one.softmax_multiply_adds}
+        if causal:
+            counts |= {"state_bytes": one.memory, "kv_cache_bytes": one.softmax_memory}
+        for key, value in counts.items():
             cost[key] = cost.get(key, 0) + value
     return cost
 
 
-def _report_lines(report: dict[str, Any]) -> list[str]:
+def _lines(report: dict[str, Any]) -> list[str]:
+    """The report as text."""
     from ..mechanisms.config import option_value
 
-    options = {k: v for k, v in report["attention"].items() if k != "mechanism"}
-    listed = ", ".join(f"{name}={option_value(value)}" for name, value in options.items())
-    lines = [f"{report['model']}: {report['class']}, {report['dtype']}"]
-    lines += [f"{report['attention']['mechanism']}: {listed or 'no options'}", ""]
+    name, *options = report["attention"].items()
+    listed = ", ".join(f"{key}={option_value(value)}" for key, value in options)
+    lines = [f"{report['model']}: {report['class']}, {report['dtype']}", f"{name[1]}: {listed or 'no options'}", ""]
     lines += [*_module_lines(report["modules"]), "", *_cost_lines(report)]
     if report["learned_positions"] is not None:
         lines.append(
@@ -159,19 +162,17 @@ def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
 
     groups: dict[tuple[Any, ...], list[int]] = {}
     for module in modules:
-        parts = module["name"].split(".")
-        last = max((i for i, part in enumerate(parts) if part.isdecimal()), default=None)
-        if last is not None:
-            parts[last] = "*"
-        rest = {k: v for k, v in module.items() if k not in ("name", "layer")}
-        groups.setdefault((".".join(parts), *rest.values()), []).append(module["layer"])
+        name, layer, *rest = module.values()
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        if numbers:
+            parts[numbers[-1]] = "*"
+        groups.setdefault((".".join(parts), *rest), []).append(layer)
     rows, reasons = [], []
-    for (name, kind, heads, kv_heads, head_dim, attention, features, reason), layers in groups.items():
-        sees = {"causal": "the past", "bidirectional": "all", "cross": "the encoder"}[kind]
+    for (name, kind, *sizes, attention, features, reason), layers in groups.items():
         where = format_layers(layers).replace(",", ", ")
-        rows.append((name, where, sees, heads, kv_heads, head_dim, attention, "" if features is None else features))
-        if reason:
-            reasons.append(f"{name} stays softmax: {reason}.")
+        rows.append((name, where, SEES[kind], *sizes, attention, "" if features is None else features))
+        reasons += [f"{name} stays softmax: {reason}."] if reason else []
     titles = ("modules", "layers", "sees", "heads", "kv heads", "head size", "attention", "features")
     return [text_table(dict.fromkeys(titles, "<"), rows), *reasons]
 
@@ -180,31 +181,17 @@ def _cost_lines(report: dict[str, Any]) -> list[str]:
     from ..integration.text_table import text_table
     from ..results import in_bytes, si
 
-    name = report["attention"]["mechanism"]
-    memory = {
-        "kv_cache_bytes": "softmax: KV cache",
-        "state_bytes": f"{name}: state",
-        "score_matrix_bytes": "softmax: scores",
-        "feature_bytes": f"{name}: features",
-    }
-    memory = {key: title for key, title in memory.items() if key in report["costs"][0]}
-    rows = [
-        (
-            cost["length"],
-            si(cost["softmax_multiply_adds"]),
-            si(cost["multiply_adds"]),
-            f"{cost['multiply_adds'] / cost['softmax_multiply_adds']:.3g}",
-            *(in_bytes(cost[key]) for key in memory),
-        )
-        for cost in report["costs"]
-    ]
+    name, costs, even = report["attention"]["mechanism"], report["costs"], report["crossover_length"]
+    memory = {key: title.format(name) for key, title in MEMORY.items() if key in costs[0]}
+    rows = []
+    for cost in costs:
+        own, softmax = cost["multiply_adds"], cost["softmax_multiply_adds"]
+        sizes = (in_bytes(cost[key]) for key in memory)
+        rows.append((cost["length"], si(softmax), si(own), f"{own / softmax:.3g}", *sizes))
     titles = ("length", "softmax: mult-adds", f"{name}: mult-adds", "ratio", *memory.values())
     lines = ["All patched modules together, one sequence, counted:", text_table(dict.fromkeys(titles, ">"), rows)]
     if "state_bytes" in memory:
         lines.append("State: all that generate() keeps of a sequence, in float32; the KV cache grows with every token.")
-    if "feature_bytes" in memory:
-        lines.append("Scores: if stored as a matrix, as eager attention does; fused kernels do not store them.")
-    even = report["crossover_length"]
     lines.append(
         f"Break-even sequence length in multiply-adds: {f'{even:,}' if even else 'none'}. The break-even in time is "
         "longer; `hf-rfattn bench ops` and `bench model` measure it on this machine."

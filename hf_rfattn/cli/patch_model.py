@@ -66,7 +66,7 @@ def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -
     import transformers
 
     from ..integration.reading import load_config, model_class
-    from ..results.folders import new_folder
+    from ..results import new_folder
 
     transformers.logging.set_verbosity_error()
     with new_folder(output) as partial:

@@ -19,7 +19,6 @@ def study(
     full: Annotated[bool, typer.Option("--full", help="More draws and sizes than the quick run.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plots.")] = Path("study_out"),
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads (`time`, `mrf`).")] = None,
     model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     text_file: Annotated[Path | None, typer.Option(help="Text to read; by default an English one.")] = None,
     tokens: Annotated[int | None, typer.Option(min=8, help="Number of tokens of the text.")] = None,
@@ -31,13 +30,11 @@ def study(
 
     `mse`: mean squared error of the attention matrix by features, projection, blocks and norm.
 
-    `time`: the fast Walsh-Hadamard transform against a dense product.
-
     `heads`: error of every mechanism by layer and head of a pretrained model; which heads are near-field.
 
     `rank`: singular values of a pretrained model's attention, and the rank that is left outside a band.
 
-    `mrf`: linear-chain Markov random fields: error of log Z by features, beside attention, and time.
+    `mrf`: linear-chain Markov random fields: error of log Z by features, beside attention.
     """
     with errors_without_traceback():
         from ..results import print_blocks
@@ -46,7 +43,7 @@ def study(
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")
-        given: dict[str, Any] = {"threads": threads, "model": model, "tokens": tokens, "extend": extend}
+        given: dict[str, Any] = {"model": model, "tokens": tokens, "extend": extend}
         given["text_file"] = text_file and str(text_file)
         given = {key: value for key, value in given.items() if value is not None}
         chosen = study_class(name).make(full=full, seed=seed, **given)

@@ -66,7 +66,6 @@ def convert(
     learning_rate: float = 0.05,
     end_to_end: float = 0.4,
     parts: float = 0.0,
-    divergence: float = 0.0,
     measure: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
@@ -88,9 +87,8 @@ def convert(
     `end_to_end`: share of the steps, the last ones, in which every layer sees what the patched layers before it give,
     and gradients go through the whole model, so that layers make up for each other's errors; 0 if memory is short.
     `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
-    themselves. `divergence`: weight of the divergence between attention weights, which takes quadratic memory.
-    `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not trained on, unless
-    there is no other.
+    themselves. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not
+    trained on, unless there is no other.
 
     `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call resumes from it, with
     the next of `batches`: give the same ones in the same order (a DataLoader that shuffles needs a seeded `generator`).
@@ -131,7 +129,7 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, learning_rate, end_to_end, parts, divergence)
+        transfer = Transfer(model, steps, learning_rate, end_to_end, parts)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]

@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,18 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..features import FeatureMap
 from ..integration import AttentionError
 from ..integration.error import energy, mechanism_sites, run_batch, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
-from ..ops import softmax_attention
-from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
-from .processes import process_count, sum_over_processes
+from .processes import sum_over_processes
 
 STATE = "conversion.pt"
 WARMUP = 0.05  # share of the steps
 END_TO_END_RATE = 0.2  # learning rate of end-to-end steps over that of the others
-SMALLEST_WEIGHT = 1e-8  # whose logarithm is still looked at
 
 
 class Transfer:
@@ -31,11 +26,9 @@ class Transfer:
     `end_to_end` of all, train all layers together.
     """
 
-    def __init__(
-        self, model: nn.Module, steps: int, learning_rate: float, end_to_end: float, parts: float, divergence: float
-    ):
+    def __init__(self, model: nn.Module, steps: int, learning_rate: float, end_to_end: float, parts: float):
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
-        self.apart, self.parts, self.divergence = steps - int(end_to_end * steps), parts, divergence
+        self.apart, self.parts = steps - int(end_to_end * steps), parts
         self.sites = sites = mechanism_sites(model)
         self.names = {mechanism: name for mechanism, name in sites.items() if list(mechanism.parameters())}
         if not self.names:
@@ -43,17 +36,10 @@ class Transfer:
                 f"{', '.join(sorted({m.config.name for m in sites}))}: nothing to train, these mechanisms have no "
                 "parameters. Choose one that learns, such as 'hedgehog' or 'fmm', or 'favor+' with trainable=True."
             )
-        signed = [m for m in self.names for part in m.modules() if isinstance(part, FeatureMap) and not part.positive]
-        if divergence and signed:
-            raise ValueError(
-                f"divergence needs positive attention weights; those of {signed[0].config.name!r} "
-                f"({self.names[signed[0]]}) can be negative. Leave it at 0."
-            )
         self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
         configs = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
-        numbers = {"steps": steps, "learning_rate": learning_rate, "end_to_end": end_to_end}
-        numbers |= {"parts": parts, "divergence": divergence}
+        numbers = {"steps": steps, "learning_rate": learning_rate, "end_to_end": end_to_end, "parts": parts}
         self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
@@ -110,8 +96,7 @@ class Transfer:
         """Loss and gradients of one layer, as soon as it has been seen: its graph does not outlive it."""
         if mechanism not in self.names:
             return
-        valid = valid_queries(exact, masks)
-        relative = _distance(exact, valid)
+        relative = _distance(exact, valid_queries(exact, masks))
         with torch.enable_grad():
             loss = whole = relative(output)
             if self.parts:
@@ -119,8 +104,6 @@ class Transfer:
                 learning = [m for m in inner if list(m.parameters())]
                 for part in learning:
                     loss = loss + self.parts / len(learning) * relative(part(*args, **masks))
-            if self.divergence:
-                loss = loss + self.divergence * _divergence(mechanism, args, masks, valid)
             loss.backward()
         self.losses[mechanism] = self.losses.get(mechanism, 0) + whole.detach()
 
@@ -128,22 +111,13 @@ class Transfer:
         """Losses and gradients of all layers on what the patched layers before them give, through the whole model."""
         distances: dict[Mechanism, list[Callable[[Tensor], Tensor]]] = {mechanism: [] for mechanism in self.sites}
 
-        def teach(mechanism: Mechanism, *args: Tensor, **masks: Any) -> Tensor:
-            exact = softmax_attention(*args, **masks)
+        def remember(mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
             distances[mechanism].append(_distance(exact, valid_queries(exact, masks)))
-            return exact
 
         def compare(mechanism: Mechanism, args: tuple, output: Tensor) -> None:
             self.losses[mechanism] = self.losses.get(mechanism, 0) + distances[mechanism].pop(0)(output)
 
-        for mechanism in self.sites:
-            mechanism.forward = partial(teach, mechanism)  # type: ignore[method-assign]
-        try:
-            with torch.no_grad():
-                run_batch(self.model, batch)
-        finally:
-            for mechanism in self.sites:
-                del mechanism.forward
+        run_with_softmax(self.model, batch, remember)
         handles = [mechanism.register_forward_hook(compare) for mechanism in self.sites]
         try:
             with torch.enable_grad():
@@ -214,21 +188,6 @@ def _distance(exact: Tensor, valid: Tensor) -> Callable[[Tensor], Tensor]:
     sum_over_processes([total])
     total = total.clamp(min=torch.finfo(total.dtype).tiny)
     return lambda output: (energy(output.float() - exact.float(), valid, torch.float32) / total).mean()
-
-
-def _divergence(mechanism: Mechanism, args: tuple, masks: dict[str, Any], valid: Tensor) -> Tensor:
-    """Mean over queries and heads of the divergence of a mechanism's attention weights from those of softmax."""
-    q, k, _ = args
-    pattern: dict[str, Any] = {name: masks.get(name) for name in ("key_mask", "segments")}
-    pattern["causal"] = bool(masks.get("causal"))
-    scale = q.shape[-1] ** -0.5 if masks.get("scale") is None else masks["scale"]
-    scores = q.float() @ repeat_heads(k.float(), q.shape[1]).mT * scale
-    exact = masked_softmax(scores, allowed_pairs(q.shape[2], k.shape[2], **pattern, device=q.device))
-    weights = mechanism.attention_weights(q.float(), k.float(), **pattern, scale=scale)
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=SMALLEST_WEIGHT)
-    logs = exact.clamp(min=SMALLEST_WEIGHT).log() - weights.clamp(min=SMALLEST_WEIGHT).log()
-    by_query = (exact * logs).sum(-1)  # [B, H, Lq]
-    return (by_query * valid[:, None]).sum() / (valid.sum() * q.shape[1] * process_count())
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

@@ -1,52 +1,54 @@
 """Model cards: what a checkpoint is and what was measured, from its config and result documents and nothing else."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ..mechanisms.naming import mechanism_names_in
+from ..mechanisms.naming import full_config, mechanism_names_in, mechanisms_in
 from ..results import (
     CONTROLS,
-    FAR,
-    NEAR,
-    NO_ATTENTION,
+    DASH,
     RESULTS,
-    SOFTMAX,
+    Block,
     Result,
-    SpeedResult,
-    TaskResult,
-    TransferResult,
+    Table,
     as_markdown,
-    control_of,
+    in_bytes,
     number,
     read_result,
     read_results,
     results_fingerprint,
     without_folders,
-    write_images,
     write_result,
     write_whole,
 )
-from .card_text import card_text
-from .folder import CARD, PLOT, CheckpointFolder
+from .folder import CARD, CheckpointFolder
+from .scores import ScoreTable, details, label_of, make_tables
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
 FINGERPRINT, RESULTS_FINGERPRINT = "rfattn_checkpoint_sha256", "rfattn_results_sha256"
-PIPELINES = {
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForMaskedLM": "fill-mask",
-    "AutoModelForQuestionAnswering": "question-answering",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
+PIPELINES = {  # by how the name of a model class ends
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForQuestionAnswering": "question-answering",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
 }
-THIS, OTHER_SEED, SAME_BUDGET, OTHER = "this model", "another run", "softmax, same budget", "another mechanism"
-ORDER = [THIS, OTHER_SEED, SAME_BUDGET, FAR, NEAR, NO_ATTENTION, OTHER]
+LOADING = """`pip install hf-rfattn`, then:
 
-Comparison = list[tuple[str, TaskResult]]  # roles and results of one task, data and budget; the first is the model's
+```python
+import hf_rfattn  # before loading
+{code}
+```"""
+THIS = "**this model**: "
 
 
 @dataclass(frozen=True)
@@ -54,195 +56,204 @@ class Card:
     """All that a card says, before it is text."""
 
     folder: CheckpointFolder
-    comparisons: Sequence[Comparison]
-    timings: Sequence[SpeedResult]
-    transfers: Sequence[TransferResult]
+    own: list[Result]  # the task results of this checkpoint, and of no other
+    tables: list[ScoreTable]  # these beside other results with the same budget
+    timings: list[Result]
+    transfers: list[Result]
     base_model: str | None
     license: str | None
     address: str  # what readers give from_pretrained
-
-    @property
-    def own(self) -> list[TaskResult]:
-        """The task results of this checkpoint, and of no other."""
-        return [comparison[0][1] for comparison in self.comparisons]
-
-    @property
-    def used(self) -> list[Result]:
-        return [*self.own, *self.timings, *self.transfers]
-
-    @property
-    def base_on_hub(self) -> bool:
-        return bool(self.base_model and HUB_NAME.fullmatch(self.base_model))
-
-    @property
-    def loader(self) -> str:
-        return auto_class(self.folder.architecture)
-
-    @property
-    def mechanisms(self) -> list[str]:
-        return mechanism_names_in({"layers": self.folder.spec["layers"]})
-
-    @property
-    def evaluations(self) -> list[EvalResult]:
-        return [
-            EvalResult(
-                task_type=own.task_type,
-                task_name=own.task,
-                dataset_type=own.dataset["name"],
-                dataset_name=" ".join(filter(None, [own.dataset["name"], own.dataset.get("config")])),
-                dataset_config=own.dataset.get("config"),
-                dataset_split=own.dataset["split"],
-                metric_type=name,
-                metric_name=name,
-                metric_value=metric.value,
-            )
-            for own in self.own
-            for name, metric in own.metrics.items()
-        ]
-
-    @property
-    def metadata(self) -> ModelCardData:
-        base = self.base_model if self.base_on_hub else None
-        datasets = [own.dataset["name"] for own in self.own if HUB_NAME.fullmatch(own.dataset["name"])]
-        data = ModelCardData(
-            model_name=self.address.rpartition("/")[2] if self.own else None,
-            eval_results=self.evaluations or None,
-            base_model=base,
-            base_model_relation="finetune" if base else None,
-            library_name="transformers",
-            license=self.license,
-            pipeline_tag=PIPELINES.get(self.loader),
-            tags=["hf_rfattn", "efficient-attention", *self.mechanisms],
-            datasets=list(dict.fromkeys(datasets)) or None,
-            metrics=list(dict.fromkeys(name for own in self.own for name in own.metrics)) or None,
-        )
-        data[FINGERPRINT] = self.folder.fingerprint
-        data[RESULTS_FINGERPRINT] = results_fingerprint(self.folder.path)
-        return data
-
-    def limitations(self) -> Iterator[str]:
-        """Softmax and controls that the model does not beat, and what was not measured."""
-        for comparison in self.comparisons:
-            own = comparison[0][1]
-            for name, metric in own.metrics.items():
-                better = [
-                    f"{role} ({number(other.metrics[name].value)}, seed {other.seed})"
-                    for role, other in comparison[1:]
-                    if role not in (OTHER, OTHER_SEED)
-                    and name in other.metrics
-                    and not metric.clearly_better(other.metrics[name])
-                ]
-                if not metric.beats_chance():
-                    better.append(f"the best constant answer ({number(metric.chance or 0)})")
-                if better:
-                    yield f"{own.task}: {name} {number(metric.value)} is not clearly better than {', '.join(better)}."
-            if missing := [role for role in CONTROLS if role not in [r for r, _ in comparison]]:
-                yield f"{own.task}: not measured: {'; '.join(missing)}."
-        if not self.comparisons:
-            yield "No accuracy was measured."
-        if not self.timings:
-            yield "No speed was measured."
 
 
 def write_card(
     folder: str | Path, *, repo_id: str | None = None, base_model: str | None = None, license: str | None = None
 ) -> Path:
-    """Write README.md and, if something was measured, results.png into a checkpoint's folder.
+    """Write the model card, README.md, into a checkpoint's folder.
 
-    Results are read from its folder results/. `repo_id`: where it will be published. `base_model` and `license`: for a
-    checkpoint without results; results that say otherwise raise ValueError. Paths in result files shrink to names.
+    Results are read from its folder results/; paths in them shrink to names. The card claims those whose `checkpoint`
+    is the fingerprint of this folder, and shows others beside them. `repo_id`: where it will be published.
+    `base_model` and `license`: where results do not name them.
     """
-    for path, document in unclean_results(Path(folder)):
-        write_result(document, path)
-    card = make_card(folder, repo_id=repo_id, base_model=base_model, license=license)
-    (card.folder.path / PLOT).unlink(missing_ok=True)  # in the cache of the Hub it may be a link to what others read
-    write_images(card_text(card), card.folder.path)
-    path = card.folder.path / CARD
-    write_whole(render(card), path)
-    return path
-
-
-def unclean_results(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Result files with paths of the machine they come from, and what they hold without those."""
-    found = [(path, read_result(path)) for path in (folder / RESULTS).glob("*.json")]
-    return [(path, clean) for path, document in found if (clean := without_folders(document)) != document]
+    for path in (Path(folder) / RESULTS).glob("*.json"):
+        write_result(without_folders(read_result(path)), path)
+    write_whole(str(make_card(folder, repo_id=repo_id, base_model=base_model, license=license)), Path(folder) / CARD)
+    return Path(folder) / CARD
 
 
 def make_card(
     folder: str | Path, *, repo_id: str | None = None, base_model: str | None = None, license: str | None = None
-) -> Card:
-    """What the card of this folder says now."""
+) -> ModelCard:
+    """The card of this folder as it would be written now."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
-    own = [r for r in results if checkpoint.holds(r.attention)]
-    timings = [r for r in own if isinstance(r, SpeedResult) and r.checkpoint in (None, checkpoint.fingerprint)]
-    transfers = [r for r in own if isinstance(r, TransferResult)]
-    comparisons = list(_compare(checkpoint, [r for r in results if isinstance(r, TaskResult)]))
-    used: list[Any] = [*(comparison[0][1] for comparison in comparisons), *timings, *transfers]
-    return Card(
+    found = [result for result in results if result.checkpoint == checkpoint.fingerprint]
+    own, timings, transfers = ([r for r in found if r.kind == kind] for kind in ("task", "speed", "transfer"))
+    tasks = {result.measured_on for result in own}
+    beside = [result for result in results if result.kind == "task" and result.measured_on in tasks]
+    card = Card(
         folder=checkpoint,
-        comparisons=comparisons,
+        own=own,
+        tables=make_tables(beside, lambda r: r.task, lambda r: (THIS if r in own else "") + label_of(r)),
         timings=timings,
         transfers=transfers,
-        base_model=_one("base model", [base_model, *(r.model for r in used)]),
-        license=_one("licence", [license, *(r.base_license for r in used if not isinstance(r, SpeedResult))]),
+        base_model=base_model or next((result.model for result in found), None),
+        license=license or next((r.base_license for r in [*own, *transfers] if r.base_license), None),
         address=repo_id or checkpoint.path.resolve().name,
     )
+    return ModelCard(f"---\n{_metadata(card).to_yaml()}\n---\n\n{as_markdown(_text(card))}")
 
 
-def _compare(folder: CheckpointFolder, results: Sequence[TaskResult]) -> Iterator[Comparison]:
-    """One comparison for each task that this checkpoint was measured on."""
-    for group in {result.measured_on: None for result in results}:
-        rows = [result for result in results if result.measured_on == group]
-        same = [result for result in rows if folder.holds(result.attention)]
-        named = [result for result in same if result.checkpoint == folder.fingerprint]
-        possible = named or [result for result in same if result.checkpoint is None]
-        if len(possible) > 1:
-            raise ValueError(
-                f"{', '.join(r.file for r in possible)}: any of these runs may have made {folder.path}. Give the one "
-                f'that did "checkpoint": "{folder.fingerprint}", or leave one file.'
-            )
-        if possible:
-            roles = [(_role(result, possible[0], same), result) for result in rows]
-            yield sorted(roles, key=lambda row: (ORDER.index(row[0]), row[1].seed))
+def _metadata(card: Card) -> ModelCardData:
+    """What the Hub reads."""
+    base = card.base_model if HUB_NAME.fullmatch(card.base_model or "") else None
+    datasets = [own.dataset["name"] for own in card.own if HUB_NAME.fullmatch(own.dataset["name"])]
+    evaluations = [
+        EvalResult(
+            task_type=own.task_type,
+            task_name=own.task,
+            dataset_type=own.dataset["name"],
+            dataset_name=" ".join(filter(None, [own.dataset["name"], own.dataset.get("config")])),
+            dataset_config=own.dataset.get("config"),
+            dataset_split=own.dataset["split"],
+            metric_type=name,
+            metric_name=name,
+            metric_value=metric.value,
+        )
+        for own in card.own
+        for name, metric in own.metrics.items()
+    ]
+    data = ModelCardData(
+        model_name=card.address.rpartition("/")[2] if card.own else None,
+        eval_results=evaluations or None,
+        base_model=base,
+        base_model_relation="finetune" if base else None,
+        library_name="transformers",
+        license=card.license,
+        pipeline_tag=next((tag for end, tag in PIPELINES.items() if card.folder.architecture.endswith(end)), None),
+        tags=["hf_rfattn", "efficient-attention", *mechanism_names_in(card.folder.attention)],
+        datasets=list(dict.fromkeys(datasets)) or None,
+        metrics=list(dict.fromkeys(name for own in card.own for name in own.metrics)) or None,
+    )
+    data[FINGERPRINT] = card.folder.fingerprint
+    data[RESULTS_FINGERPRINT] = results_fingerprint(card.folder.path)
+    return data
 
 
-def _role(result: TaskResult, own: TaskResult, same: Sequence[TaskResult]) -> str:
-    if result in same:
-        return THIS if result is own else OTHER_SEED
-    if result.attention == SOFTMAX:
-        return SAME_BUDGET
-    return control_of(_names(result), [_names(own)]) or OTHER
+def _text(card: Card) -> Iterator[Block]:
+    """All of it below the metadata. Every number comes from result documents."""
+    spec, name, used = card.folder.spec, card.base_model, [*card.own, *card.timings, *card.transfers]
+    base = f"[{name}](https://huggingface.co/{name})" if HUB_NAME.fullmatch(name or "") else f"`{name or 'A model'}`"
+    tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
+    done = "fine-tuned" if any("steps" in own.budget for own in card.own) else "evaluated"
+    mechanisms = " and ".join(mechanism_names_in(card.folder.attention))
+    yield f"# {card.address.rpartition('/')[2]}"
+    yield (
+        f"{base} with its softmax attention replaced by {mechanisms} attention, using `hf_rfattn`"
+        f"{f', {done} on {tasks}' if tasks else ''}."
+        + ("" if card.license else " The licence of the base model is not recorded here; look it up before use.")
+    )
+    yield "## Attention"
+    yield Table("", ["layers", "attention", "options"], list(_layer_rows(card.folder)))
+    yield (
+        f"Cross-attention: {'replaced' if spec.get('cross_attention') else 'softmax, if any'}. Random seed: "
+        f"{spec.get('seed')}; random features are stored with the weights and are not drawn again on loading."
+    )
+    yield "## How to load it"
+    yield LOADING.format(code="\n".join(_loading(card)))
+    yield "## Results"
+    for transfer in card.transfers:
+        yield from _transfer_table(transfer)
+    for table in card.tables:
+        yield f"### {table.title}"
+        yield (
+            f"All rows have the same budget: {table.budget}. (chance) marks scores that are not clearly better than "
+            "the best constant answer; the controls are `average` (no attention) and `band` (a window alone)."
+        )
+        yield details(table)
+        controls = [row.control for row in table.rows]
+        if missing := [control for control in CONTROLS if control not in controls]:
+            yield f"Not measured: {'; '.join(missing)}."
+    for speed in card.timings:
+        yield from _speed_table(speed)
+    for what, found in (("accuracy", card.tables), ("speed by length", card.timings)):
+        if not found:
+            yield f"No {what} was measured with this checkpoint."
+    yield "## How to reproduce"
+    yield "\n".join(f"- {_origin(result)}" for result in used) or "No run is recorded."
+    yield f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`."
+    if entries := cite(card.folder.attention):
+        yield "## Citations"
+        yield "```bibtex\n" + "\n\n".join(entries) + "\n```"
 
 
-def _names(result: TaskResult) -> list[str]:
-    """Mechanisms of a row whose layers are alike."""
-    mixed = isinstance(result.attention, Mapping) and "layers" in result.attention
-    return [] if mixed else mechanism_names_in(result.attention)
+def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
+    for part, spec in folder.specs.items():
+        for layers, config in spec["layers"].items():
+            full = full_config(config)
+            full = full if isinstance(full, dict) else {"mechanism": full}
+            options = ", ".join(f"`{k}={json.dumps(v)}`" for k, v in full.items() if k != "mechanism")
+            yield [f"{part} {layers}".strip(), f"softmax → {full['mechanism']}", options or "none"]
 
 
-def _one(what: str, values: Sequence[str | None]) -> str | None:
-    found = list(dict.fromkeys(value for value in values if value is not None))
-    if len(found) > 1:
-        raise ValueError(f"The card needs one {what}, but there are several: {', '.join(found)}.")
-    return found[0] if found else None
+def _loading(card: Card) -> Iterator[str]:
+    """Lines of Python."""
+    path, name = card.folder.path, card.folder.architecture
+    if (path / "modules.json").exists():
+        yield "from sentence_transformers import SentenceTransformer"
+        yield f'\nmodel = SentenceTransformer("{card.address}")'
+        return
+    tokenizer = (path / "tokenizer_config.json").exists()
+    yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{name}"
+    yield f'\nmodel = {name}.from_pretrained("{card.address}")'
+    if tokenizer:
+        yield f'tokenizer = AutoTokenizer.from_pretrained("{card.address}")'
 
 
-def render(card: Card) -> str:
-    """The card as Markdown with its metadata on top."""
-    return str(ModelCard(f"---\n{card.metadata.to_yaml()}\n---\n\n{as_markdown(card_text(card))}"))
+def _transfer_table(result: Result) -> Iterator[Block]:
+    settings = ", ".join(f"{k} {json.dumps(v)}" for k, v in result.transfer.items() if not isinstance(v, (dict, list)))
+    before, after = result.errors["before"], result.errors["after"]
+    columns = zip(after["layers"], after["average"], before["overall"], after["overall"], strict=True)
+    data = " ".join(f"`{result.dataset[key]}`" for key in ("name", "config", "split") if result.dataset.get(key))
+    yield "### Attention transfer"
+    yield (
+        f"Error of attention outputs relative to softmax, by layer. Text, without labels: {data}; {settings}. On "
+        f"{result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
+    )
+    rows = [[f"`{layer}`", *map(number, errors)] for layer, *errors in columns]
+    yield Table("", ["layer", "plain averaging", "before", "after"], rows)
 
 
-def auto_class(architecture: str | None) -> str:
-    """The class to load it with: an Auto class where the name tells which.
+def _speed_table(speed: Result) -> Iterator[Block]:
+    rows = []
+    for timing in sorted(speed.lengths, key=lambda timing: timing["length"]):
+        softmax, patched = timing["softmax_seconds"], timing["patched_seconds"]
+        peaks = [timing.get(f"{who}_peak_bytes") for who in ("softmax", "patched")]
+        cells = [number(1000 * softmax), number(1000 * patched), f"{number(softmax / patched, 3)} ×"]
+        rows.append([f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)])
+    yield "### Speed and memory by length"
+    yield f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}."
+    headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
+    yield Table("", headings, rows)
 
-    >>> auto_class("BertForSequenceClassification"), auto_class("GPT2LMHeadModel"), auto_class("BertModel")
-    ('AutoModelForSequenceClassification', 'AutoModelForCausalLM', 'AutoModel')
+
+def _origin(result: Result) -> str:
+    git, command = result.git, result.document.get("command")
+    commit = f"commit `{git['commit']}`" if git.get("commit") else "a commit that was not recorded"
+    changed = " with uncommitted changes" if git.get("changed") else ""
+    line = f": `{shlex.join(map(str, command)) if isinstance(command, list) else command}`" if command else ""
+    packages = ", ".join(f"{name} {version}" for name, version in result.versions.items() if version)
+    return f"`{RESULTS}/{result.file}`{line}, {commit}{changed} of hf_rfattn, seed {result.seed} ({packages})"
+
+
+def cite(attention: Mapping[str, Any]) -> list[str]:
+    """BibTeX of the papers behind the mechanisms of an attention document: references.bib names those above an entry.
+
+    >>> [entry.partition(",")[0] for entry in cite({"mechanism": "fmm", "far": ["favor+"]})]
+    ['@inproceedings{choromanski2021performers', '@inproceedings{nguyen2021fmmformer']
     """
-    import transformers
-
-    if architecture is None or (architecture.endswith("Model") and not architecture.endswith("LMHeadModel")):
-        return "AutoModel"
-    head = "CausalLM" if architecture.endswith("LMHeadModel") else architecture.rpartition("For")[2]
-    name = f"AutoModelFor{head}"
-    return name if hasattr(transformers, name) else architecture
+    names = set(mechanism_names_in(attention))
+    if any(config.get("variance") == "optimal" for config in mechanisms_in(attention)):
+        names.add("favor++")
+    text = files(__package__).joinpath("references.bib").read_text(encoding="utf-8")
+    entries = (entry.partition("\n") for entry in re.split(r"(?m)^% ", text)[1:])
+    return [entry.strip() for of, _, entry in entries if names & set(of.split())]

@@ -152,6 +152,8 @@ class Pattern(NamedTuple):
 
 def read_mask(mask: Tensor, batch: int, k_length: Any) -> Pattern | None:
     """What a mask with one row for all queries says of some keys; None for a mask of pairs."""
+    if mask.ndim != 4:
+        return None
     causal = (mask.dtype == torch.int8 and mask.shape[2] >= 2) or (mask.dtype == torch.int32 and mask.shape[2] == 2)
     if not causal and mask.shape[1:3] != (1, 1):
         return None
@@ -160,35 +162,15 @@ def read_mask(mask: Tensor, batch: int, k_length: Any) -> Pattern | None:
     row = mask[:, 0, -1].expand(batch, -1)
     if mask.dtype == torch.int32:
         return Pattern(None, row, causal)
-    return Pattern(_visible(row) if mask.dtype.is_floating_point else row != 0, None, causal)
-
-
-def _visible(bias: Tensor) -> Tensor:
-    """Which keys a floating mask leaves visible. It is added to scores: 0 for keys that exist, and far below any score
-    for others (layoutlm and markuplm make theirs themselves).
-    """
-    visible = bias == 0
-    expressible = (visible | (bias <= _HIDDEN)).all()
+    if not mask.dtype.is_floating_point:
+        return Pattern(row != 0, None, causal)
+    # It is added to scores: 0 for keys that exist, and far below any score for others (layoutlm, markuplm).
+    expressible = ((row == 0) | (row <= _HIDDEN)).all()
     if torch.compiler.is_compiling():
         torch._assert_async(expressible, _BIAS)
     elif not expressible:
         raise NotImplementedError(_BIAS)
-    return visible
-
-
-def dense_mask(
-    pattern: Pattern, q_length: int, k_length: int, device: torch.device, start: int | Tensor | None = None
-) -> Tensor | None:
-    """The same causal pattern as a boolean mask for sdpa; None where `is_causal` alone says it.
-
-    `start`: position of the first query, by default such that the last one stands at the last key.
-    """
-    if start is not None:  # a static cache, with room behind its last key
-        seen = torch.arange(k_length, device=device) <= start + torch.arange(q_length, device=device)[:, None]
-        return seen[None, None] if pattern.key_mask is None else seen & pattern.key_mask[:, None, None, :]
-    if pattern.key_mask is None and pattern.segments is None and q_length == k_length:
-        return None
-    return allowed_pairs(q_length, k_length, pattern.key_mask, True, pattern.segments, device=device)
+    return Pattern(row == 0, None, causal)
 
 
 def rf_attention_forward(
@@ -206,41 +188,40 @@ def rf_attention_forward(
     Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in
     linear attention and is applied only there.
     """
-    cache_layer, part = kwargs.pop(CACHE, None), kwargs.pop(PART, None)
-    mechanism = getattr(module, "rf", None)
-    if mechanism is None:
-        if "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
-            raise ValueError(
-                f"The attention implementation is {NAME!r} but this model was not patched. Call "
-                "hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
-            )
-        if part is not None:
-            key, value, attention_mask = _gathered(module, query, key, value, attention_mask, part, kwargs)
-            kwargs = {**kwargs, "dropout": dropout, "scaling": scaling, "is_causal": False}
-            return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
-        return _softmax(module, query, key, value, attention_mask, dropout, scaling, cache_layer, kwargs)
+    layer, part = kwargs.pop(CACHE, None), kwargs.pop(PART, None)
+    mechanism: Any = getattr(module, "rf", None)
+    if mechanism is None and "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
+        raise ValueError(
+            f"The attention implementation is {NAME!r} but this model was not patched. Call "
+            "hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
+        )
     for name, reason in _INEXPRESSIBLE.items():
-        if kwargs.get(name) is not None:
+        if mechanism is not None and kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot "
                 "express. Leave this layer out: patch_model(model, ..., layers=...)."
             )
-    recurrent, length = isinstance(cache_layer, RecurrentLayer), key.shape[2]
+    recurrent, length = isinstance(layer, RecurrentLayer), key.shape[2]
     if recurrent:  # the mask is that of all tokens so far
-        length = cache_layer.seen + length if cache_layer.static_length is None else cache_layer.static_length
-    if attention_mask is None:
-        pattern: Pattern | None = _without_mask(module, kwargs.get("is_causal"))
-        if query.shape[2] == 1 and part is None:  # it sees all
-            pattern = Pattern(None, None, False)
-    else:
-        pattern = read_mask(attention_mask, key.shape[0], length) if attention_mask.ndim == 4 else None
+        length = layer.keys.shape[2] if layer.static_length is None else layer.static_length
+    if attention_mask is not None:
+        bias = mechanism is None and part is None and attention_mask.dtype.is_floating_point  # which sdpa can add
+        pattern = None if bias else read_mask(attention_mask, key.shape[0], length)
+    elif mechanism is not None and query.shape[2] == 1 and part is None:  # it sees all
+        pattern = Pattern(None, None, False)
+    else:  # by the same rule as transformers' sdpa function
+        causal = kwargs.get("is_causal")
+        pattern = Pattern(None, None, bool(getattr(module, "is_causal", True) if causal is None else causal))
+    if mechanism is None:
+        kwargs.update(dropout=dropout, scaling=scaling)
+        return _softmax(module, query, key, value, attention_mask, pattern, layer, part, kwargs)
     if pattern is None or (recurrent and attention_mask is not None and attention_mask.dtype != torch.int8):
-        _refuse_mask(module, attention_mask, recurrent)
-    key_mask, segments, causal = pattern  # type: ignore[misc]
+        raise NotImplementedError(_inexpressible_mask(module, attention_mask, recurrent))
+    key_mask, segments, causal = pattern
     if part is not None:
         out = mechanism(query, key, value, part=part.of(causal), causal=causal, scale=scaling)
     elif recurrent:
-        out = cache_layer.attend(mechanism, query, key, value, key_mask, scaling)
+        out = layer.attend(mechanism, query, key, value, key_mask, scaling)
     else:
         key_mask = None if key_mask is None else key_mask[:, :length]
         segments = None if segments is None else segments[:, :length]
@@ -248,51 +229,43 @@ def rf_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _without_mask(module: nn.Module, is_causal: bool | None) -> Pattern:
-    """By the same rule as transformers' sdpa function."""
-    return Pattern(None, None, bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
-
-
-def _refuse_mask(module: nn.Module, mask: Any, recurrent: bool) -> None:
+def _inexpressible_mask(module: nn.Module, mask: Any, recurrent: bool) -> str:
     what = f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}."
     if recurrent:
-        raise NotImplementedError(f"{what} In generation, a recurrent state needs a 2D attention_mask.")
-    raise NotImplementedError(
+        return f"{what} In generation, a recurrent state needs a 2D attention_mask."
+    return (
         f"{what} Linear attention can hide keys (a 2D padding mask), keep causality and keep packed sequences apart "
         "(position_ids that restart), but cannot express an arbitrary mask of pairs. Pass a 2D attention_mask, or "
         "leave this layer softmax: patch_model(model, ..., layers=...)."
     )
 
 
-def _gathered(module, query, key, value, mask, part: Part, kwargs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values of all parts that the queries of one may see, and their mask."""
-    if mask is None:
-        pattern: Pattern | None = _without_mask(module, kwargs.get("is_causal"))
-    else:
-        pattern = read_mask(mask, key.shape[0], key.shape[2]) if mask.ndim == 4 else None
+def _softmax(module, query, key, value, mask, pattern: Pattern | None, layer, part: Part | None, kwargs: dict):
+    """transformers' sdpa, with a mask that it understands."""
+    if part is not None:  # the keys and values of all parts that the queries of this one may see
+        if pattern is None:
+            raise NotImplementedError(_inexpressible_mask(module, mask, False))
+        stop = part.start + part.length if pattern.causal else None
+        key, value = (part.whole(x, 2)[:, :, :stop] for x in (key, value))
+        masks = [None if x is None else x[:, :stop] for x in (part.key_mask, part.segments)]
+        pattern = Pattern(masks[0], masks[1], pattern.causal)
+    elif mask is None:
+        pattern = None
     if pattern is None:
-        _refuse_mask(module, mask, False)
-    key, value = (part.whole(x, 2) for x in (key, value))
-    if not pattern.causal:  # type: ignore[union-attr]
-        return key, value, None if part.key_mask is None else part.key_mask[:, None, None, :]
-    stop = part.start + part.length
-    masks = (None if x is None else x[:, :stop] for x in (part.key_mask, part.segments))
-    key_mask, segments = masks
-    allowed = allowed_pairs(part.length, stop, key_mask, True, segments, device=query.device)
-    return key[:, :, :stop], value[:, :, :stop], allowed
-
-
-def _softmax(module, query, key, value, mask, dropout, scaling, cache_layer, kwargs) -> tuple[Tensor, None]:
-    pattern = None if mask is None or mask.dtype.is_floating_point else read_mask(mask, query.shape[0], key.shape[2])
-    if pattern is not None and pattern.causal:
-        start = None  # position of the first query, where it is not the end of the keys that tells
-        if isinstance(cache_layer, StaticLayer):
-            start = cache_layer.get_seq_length() - query.shape[2]
-        mask = dense_mask(pattern, query.shape[2], key.shape[2], query.device, start)
-        kwargs = {**kwargs, "is_causal": True}
-    elif pattern is not None and pattern.key_mask is None:
-        mask, kwargs = None, {**kwargs, "is_causal": False}
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+    key_mask, segments, causal = pattern
+    queries, keys, device = query.shape[2], key.shape[2], query.device
+    if not causal:
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+    elif isinstance(layer, StaticLayer):  # it has room behind its last key
+        position = layer.get_seq_length() - queries + torch.arange(queries, device=device)[:, None]
+        mask = (torch.arange(keys, device=device) <= position)[None, None]
+        mask = mask if key_mask is None else mask & key_mask[:, None, None, :]
+    elif key_mask is None and segments is None and queries == keys:
+        mask = None  # `is_causal` alone says it
+    else:
+        mask = allowed_pairs(queries, keys, key_mask, True, segments, device=device)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **{**kwargs, "is_causal": causal})
 
 
 AttentionInterface.register(NAME, rf_attention_forward)

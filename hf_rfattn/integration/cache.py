@@ -17,6 +17,12 @@ from ..mechanisms import Mechanism
 from ..ops import State
 from .names import CACHE, NAME
 
+_START_AGAIN = "Start again without past_key_values."
+_ROLLBACK = (
+    "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
+    "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
+)
+
 
 class RecurrentLayer(CacheLayerMixin):
     """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context; unless the
@@ -35,18 +41,13 @@ class RecurrentLayer(CacheLayerMixin):
         """
         if type(layer) not in (DynamicLayer, StaticLayer):
             raise NotImplementedError(
-                f"A patched layer holds a small state and cannot use a {type(layer).__name__}; generate with the "
-                "default cache (cache_implementation=None or 'static')."
+                f"A patched layer cannot use a {type(layer).__name__}; set cache_implementation to None or 'static'."
             )
-        if isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel():
+        copied = isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel()
+        if copied or int(layer.get_seq_length()) > 0:
             raise ValueError(
-                "This cache is a copy of the keys and values of another one, as Whisper's generate returns it, but a "
-                "patched layer keeps no keys and values: what it had seen is lost. Start again without past_key_values."
-            )
-        if int(layer.get_seq_length()) > 0:
-            raise ValueError(
-                "This cache was filled by softmax attention (before patching, or in training mode); a recurrent state "
-                "cannot be made from it. Start again without past_key_values."
+                "This cache was filled by softmax attention (before patching, or in training mode), or is a copy of "
+                f"keys and values, as Whisper's generate returns it; no state can be made from it. {_START_AGAIN}"
             )
         super().__init__()
         self.static_length = layer.max_cache_len if isinstance(layer, StaticLayer) else None
@@ -71,7 +72,7 @@ class RecurrentLayer(CacheLayerMixin):
         if self.count is not None:
             self.count.fill_(tokens)
         elif self.keys is not None:
-            self.keys = self.values = self.keys.new_empty(self.keys.shape[0], 0, tokens, 0)
+            self.keys = self.values = self.keys.new_empty(self.batch_size, 0, tokens, 0)
 
     @property
     def batch_size(self) -> int:
@@ -80,62 +81,56 @@ class RecurrentLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """transformers asks for it; a state is made when the first tokens reach their mechanism."""
 
-    def _start(self, mechanism: Mechanism, k: Tensor, v: Tensor) -> None:
-        """Make an empty state, for the batch of the first tokens."""
-        self.device = k.device
-        # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
-        self.keys = self.values = k.new_empty(k.shape[0], 0, 0, 0)
-        shape, dtype = (k.shape[0], v.shape[-1]), torch.promote_types(v.dtype, torch.float32)
-        with torch.inference_mode(False):
-            if self.count is not None:
-                self.count = self.count.to(self.device)
-            if mechanism.holds_all_keys:  # in the model's precision, like softmax; a static cache has room for all
-                self.state = mechanism.new_state(*shape, v.dtype, v.device, self.static_length or 0)  # type: ignore[call-arg]
-            else:
-                self.state = mechanism.new_state(*shape, dtype, v.device)
-        self.is_initialized = True
-        if self.is_compileable and not torch.compiler.is_compiling():
-            for tensor in (*self.state.tensors(), self.count):
-                torch._dynamo.mark_static_address(tensor)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count the new tokens and hand them on; `attend` takes them into the state."""
         if not self.announced:
-            raise ValueError(
-                "This cache holds the state of linear attention, which softmax cannot read: the model was unpatched, "
-                "switched to softmax or patched in other layers after the cache was filled. Start again without "
-                "past_key_values."
-            )
+            raise ValueError(f"This cache was filled by patched layers, and softmax cannot read it. {_START_AGAIN}")
         if self.waiting:
-            raise NotImplementedError(
-                "The keys of the last step never reached their mechanism: this architecture cannot use a recurrent "
-                "cache. Pass use_cache=False."
+            raise NotImplementedError("The keys of the last step never reached their mechanism. Pass use_cache=False.")
+        batch, _, new, _ = key_states.shape
+        if self.keys is not None and batch != self.batch_size:
+            raise ValueError(
+                f"This cache holds {self.batch_size} sequences, but the input has {batch}. Give each batch its own "
+                "cache, or first call cache.batch_select_indices(rows) or cache.batch_repeat_interleave(n)."
             )
         self.announced, self.waiting = False, True
+        # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
+        if self.keys is None:
+            self.keys = self.values = key_states.new_empty(batch, 0, 0, 0)
+        if self.count is None:
+            self.keys = self.values = self.keys.new_empty(batch, 0, self.keys.shape[2] + new, 0)
+        else:
+            self.count = self.count.to(key_states.device).add_(new)
         return key_states, value_states
 
     def attend(
         self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """Attention of new queries to the past and to themselves. `key_mask` is of all tokens so far, or None."""
+        """Attention of the tokens of the last update to the past and to themselves. `key_mask` is of all tokens so far,
+        or None.
+        """
         if not self.waiting:
             raise NotImplementedError(
                 "This architecture calls attention more than once a layer or shares keys between layers, which would "
                 "corrupt a recurrent state. Pass use_cache=False."
             )
         self.waiting = False
-        length = k.shape[2]
         if self.state is None:
-            self._start(mechanism, k, v)
-        if k.shape[0] != self.keys.shape[0]:  # type: ignore[union-attr]
-            raise ValueError(
-                f"This cache holds {self.batch_size} sequences, but the input has {k.shape[0]}. Give each batch a "
-                "cache of its own, or first select or repeat the rows of this one: cache.batch_select_indices(rows), "
-                "cache.batch_repeat_interleave(n)."
-            )
+            self.device, self.is_initialized = k.device, True
+            with torch.inference_mode(False):
+                if mechanism.holds_all_keys:  # in the model's precision, like softmax; a static cache has room for all
+                    room = self.static_length or 0
+                    self.state = mechanism.new_state(k.shape[0], v.shape[-1], v.dtype, v.device, room)  # type: ignore[call-arg]
+                else:
+                    dtype = torch.promote_types(v.dtype, torch.float32)
+                    self.state = mechanism.new_state(k.shape[0], v.shape[-1], dtype, v.device)
+            if self.is_compileable and not torch.compiler.is_compiling():
+                for tensor in (*self.state.tensors(), self.count):
+                    torch._dynamo.mark_static_address(tensor)
         if key_mask is not None:
-            key_mask = key_mask.index_select(1, self.seen + torch.arange(length, device=k.device))
-        self.seen = self.seen + length
+            seen: Any = self.keys.shape[2] if self.count is None else self.count  # type: ignore[union-attr]
+            new = k.shape[2]
+            key_mask = key_mask.index_select(1, seen - new + torch.arange(new, device=k.device))
         return mechanism(q, k, v, state=self.state, key_mask=key_mask, scale=scale)
 
     def get_seq_length(self) -> int:
@@ -204,12 +199,6 @@ class RecurrentLayer(CacheLayerMixin):
         raise NotImplementedError(_ROLLBACK)
 
 
-_ROLLBACK = (
-    "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
-    "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
-)
-
-
 class Stateful:
     """True while patched attention modules are in use, not softmax: transformers then refuses, before the first token,
     what would need to take tokens back.
@@ -253,8 +242,8 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
             layer.versions = versions
         if layer.patch_number != mechanism.patch_number or layer.versions != versions:
             raise ValueError(
-                "This cache holds the state of another mechanism, or of another random draw: the model was patched, "
-                "redrawn or calibrated after the cache was filled. Start again without past_key_values."
+                "This cache was filled by another mechanism or random draw: the model was patched, redrawn or "
+                f"calibrated after that. {_START_AGAIN}"
             )
         layer.announced = True
     return args, {**kwargs, CACHE: layer}

@@ -21,14 +21,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..features import FeatureMap
 from ..mechanisms import Mechanism
-from .discovery import find_attention
+from .discovery import find_attention, nested_configs
 from .names import CODE, NAME, SPEC
 from .patching import apply_patch, remember_model
 from .spec import DAMAGED, SOFTMAX_NAMES, PatchSpec
 from .wrapping import wraps_method
 
 _LOADER = f"{CODE.removesuffix('.py')}.PatchedConfig"
-_LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # a patched checkpoint, by from_pretrained
+_LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # by from_pretrained
 
 
 @wraps_method(PreTrainedModel, "_initialize_weights")
@@ -37,11 +37,6 @@ def _fill_mechanisms(original: Any, self: PreTrainedModel, module: nn.Module, *a
     done = getattr(module, "_is_hf_initialized", False) or _LOADING.get()
     ours = isinstance(module, (Mechanism, FeatureMap))
     if ours and not done and [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        if not hasattr(module, "reset_parameters"):
-            raise NotImplementedError(
-                f"{type(module).__name__} has parameters or buffers of its own, so it must define "
-                "reset_parameters(), which fills them with their initial values."
-            )
         module.reset_parameters()  # type: ignore[operator]
     original(self, module, *args, **kwargs)
 
@@ -84,13 +79,13 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
     Its `auto_map` names our file while the model is patched. One entry serves every Auto class, since all of them read
     the config first; models that bring code of their own keep theirs.
     """
-    patched = any(getattr(c, SPEC, None) is not None for c in _with_nested(config))
+    patched = _is_patched(config)
     auto_map = getattr(config, "auto_map", None) or {}
     ours = _LOADER in str(auto_map.get("AutoConfig"))  # loaded from the Hub, it has a repository's name in front
     if not patched and not ours:
         return config
     config = copy.deepcopy(config)
-    for part in _with_nested(config):
+    for part in nested_configs(config):
         spec = getattr(part, SPEC, None)
         if isinstance(spec, dict) and spec.get("softmax") not in SOFTMAX_NAMES:  # a kernel, or of this process alone
             setattr(part, SPEC, {**spec, "softmax": "sdpa"})
@@ -104,57 +99,37 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @wraps_method(PreTrainedModel, "from_pretrained")
-def _load_checked(original: Any, cls: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-    path = pretrained_model_name_or_path
-    if not _is_patched(path, kwargs):
-        return original(cls, path, *args, **kwargs)
+def _load_checked(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     wants_info = kwargs.pop("output_loading_info", False)
     # Auto classes put what the caller asked for into the config; a key that was lost leaves None there.
     explicit = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
-    ignore = kwargs.pop("ignore_mismatched_sizes", False)
-    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "use_safetensors": True}  # never pickle
     token = _LOADING.set(True)
     try:
-        model, info = original(cls, path, *args, **kwargs)
+        model, info = original(cls, *args, output_loading_info=True, **kwargs)
     finally:
         _LOADING.reset(token)
-    _check_loaded(path, info, ignore)
-    _finish_loading(model, activate=explicit is None)
-    if explicit not in (None, NAME):
-        warnings.warn(
-            f"{path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax again. Leave it out, "
-            f"or call model.set_attn_implementation({NAME!r}).",
-            stacklevel=3,
-        )
+    if _is_patched(model.config):
+        _check_tensors(model.name_or_path, info)
+        _finish_loading(model, activate=explicit is None)
+        if explicit not in (None, NAME):
+            warnings.warn(
+                f"{model.name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax "
+                f"again. Leave it out, or call model.set_attn_implementation({NAME!r}).",
+                stacklevel=3,
+            )
     return (model, info) if wants_info else model
 
 
-def _is_patched(path: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the config that is about to be used says so; errors are left to transformers."""
-    config = kwargs.get("config")
-    if isinstance(config, PreTrainedConfig):
-        return any(getattr(c, SPEC, None) is not None for c in _with_nested(config))
-    where = path if config is None else config
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-    try:
-        document, _ = PreTrainedConfig.get_config_dict(where, **{n: kwargs[n] for n in names if n in kwargs})
-    except Exception:
-        return False
-    nested = [value for value in document.values() if isinstance(value, dict)]
-    return any(SPEC in d for d in (document, *nested))
+def _is_patched(config: PreTrainedConfig) -> bool:
+    return any(getattr(c, SPEC, None) is not None for c in nested_configs(config))
 
 
-def _with_nested(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    return [config, *(c for c in nested if isinstance(c, PreTrainedConfig))]
-
-
-def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool) -> None:
-    mismatched = sorted(str(k[0] if isinstance(k, tuple) else k) for k in info["mismatched_keys"])
+def _check_tensors(path: str, info: dict[str, Any]) -> None:
+    """Every tensor of the mechanisms must come from the checkpoint."""
     problems = {
         "lacks": info["missing_keys"],
         "has, but its config does not account for,": info["unexpected_keys"],
-        "has the wrong shape of": mismatched,
+        "has the wrong shape of": [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]],
     }
     for what, keys in problems.items():
         names = sorted(key for key in keys if ".rf." in key)
@@ -163,10 +138,6 @@ def _check_loaded(path: Any, info: dict[str, Any], ignore_mismatched_sizes: bool
                 f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. "
                 f"Nothing is drawn anew on loading. {DAMAGED}"
             )
-    if mismatched and not ignore_mismatched_sizes:
-        raise RuntimeError(
-            f"{path}: sizes differ for {', '.join(mismatched)}; ignore_mismatched_sizes=True would reset them."
-        )
 
 
 def _finish_loading(model: PreTrainedModel, activate: bool) -> None:

@@ -6,7 +6,7 @@ is faster.
 
 import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,14 +16,8 @@ from .discovery import AttentionSite
 _LONGEST = 2**40
 
 
-@dataclass(frozen=True)
-class AttentionCost:
-    """Cost of one attention module on one sequence; memory in bytes.
-
-    Causal: what generation must keep, against the key and value cache of softmax. Bidirectional:
-    features (and scores within the band) of all tokens, against the matrix of scores, which fused kernels compute in
-    pieces and never store as a whole.
-    """
+class AttentionCost(NamedTuple):
+    """Cost of one attention module on one sequence; memory is what generation keeps of it, in bytes."""
 
     multiply_adds: int
     softmax_multiply_adds: int
@@ -43,32 +37,16 @@ def attention_cost(
     (33554432, 532480)
     """
     heads, kv_heads, head_dim = mechanism.num_heads, mechanism.num_kv_heads, mechanism.head_dim
-    if causal:
-        softmax_memory = kv_heads * length * 2 * head_dim * dtype.itemsize
-        memory = state_bytes(mechanism, dtype, length)
+    if mechanism.holds_all_keys:
+        state = mechanism.new_state(1, head_dim, dtype, "meta", length)  # type: ignore[call-arg]
     else:
-        softmax_memory = heads * length * length * dtype.itemsize
-        bandwidth = getattr(mechanism.config, "bandwidth", None)
-        globals_ = getattr(mechanism.config, "global_tokens", 0)
-        near = 0 if bandwidth is None else min(length, 2 * (bandwidth + globals_) + 1)
-        memory = length * ((heads + kv_heads) * mechanism.num_features + heads * near) * torch.float32.itemsize
+        state = mechanism.new_state(1, head_dim, torch.promote_types(dtype, torch.float32), "meta")
     return AttentionCost(
         multiply_adds=heads * mechanism.multiply_adds(length, causal),
         softmax_multiply_adds=heads * head_dim * length * (length + 1 if causal else 2 * length),
-        memory=memory,
-        softmax_memory=softmax_memory,
+        memory=sum(tensor.nbytes for tensor in state.tensors()),
+        softmax_memory=kv_heads * length * 2 * head_dim * dtype.itemsize,
     )
-
-
-def state_bytes(mechanism: Mechanism, dtype: torch.dtype = torch.float32, length: int = 0) -> int:
-    """Bytes that generation keeps of one sequence of `length` tokens: those of the mechanism's state, which is float32
-    or more and does not depend on the length, unless it holds all keys.
-    """
-    if mechanism.holds_all_keys:
-        state = mechanism.new_state(1, mechanism.head_dim, dtype, "meta", length)  # type: ignore[call-arg]
-    else:
-        state = mechanism.new_state(1, mechanism.head_dim, torch.promote_types(dtype, torch.float32), "meta")
-    return sum(tensor.nbytes for tensor in state.tensors())
 
 
 def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:

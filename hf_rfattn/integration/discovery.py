@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # Attention between two sequences, by the name of the module and by that of its class.
 _CROSS = re.compile(r"cross|encoder_attn|encoder_decoder|EncDec|x_attn|token_to_image|image_to_token")
@@ -93,11 +94,9 @@ def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models in a model that are no part of another."""
-    roots: list[PreTrainedModel] = []
-    for owner in transformers_models(model).values():  # a model comes before those inside it
-        if not any(owner is part for root in roots for part in root.modules()):
-            roots.append(owner)
-    return roots
+    found = transformers_models(model).values()
+    inside = {id(part) for m in found for part in m.modules() if part is not m}
+    return [m for m in found if id(m) not in inside]
 
 
 def owner_of(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
@@ -155,7 +154,16 @@ def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, re
     named = any(_CROSS.search(part) for part in parts[-2:]) or _CROSS_CLASS.search(type(module).__name__)
     cross = bool(named) or getattr(module, "sequence_reduction_ratio", 1) > 1
     index = numbers[-1] if numbers else 0
-    return AttentionSite(name, module, owner, index, ordinal, cross, heads or 0, kv_heads or 0, head_dim or 0, refusal)
+    return AttentionSite(name, module, owner, index, ordinal, cross, heads, kv_heads, head_dim, refusal)
+
+
+def nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A config and all those inside it."""
+    yield config
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PreTrainedConfig):
+            yield from nested_configs(inner)
 
 
 def uses_interface(cls: type) -> bool:
@@ -188,15 +196,6 @@ def _class_sources(module: str) -> dict[str, str]:
     return sources
 
 
-def _first(module: nn.Module, *names: str) -> int | None:
-    for holder in (module, _layer_config(module)):
-        for name in names:
-            value = getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
-
-
 def _layer_config(module: nn.Module) -> Any:
     """The config of one layer; where layers differ (gemma4) transformers raises when the whole config is asked for
     their sizes.
@@ -207,18 +206,25 @@ def _layer_config(module: nn.Module) -> Any:
     return config
 
 
-def _shape(module: nn.Module) -> tuple[int | None, int | None, int | None]:
-    """(query heads, key heads, head size), from the attributes models give their attention modules."""
-    heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
-    head_dim = _first(module, "head_dim", "attention_head_size", "head_size", "qk_head_dim", "key_value_proj_dim")
-    if head_dim is None and heads:
-        width = _first(module, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
-        head_dim = width // heads if width else None
-    groups = getattr(module, "num_key_value_groups", None)
-    if isinstance(groups, int) and groups > 0 and heads:
+def _shape(module: nn.Module) -> tuple[int, int, int]:
+    """(query heads, key heads, head size), from the attributes models give their attention modules; 0 if unknown."""
+
+    def first(*names: str) -> int:
+        for holder in (module, _layer_config(module)):
+            for name in names:
+                value = getattr(holder, name, None)
+                if type(value) is int and value > 0:
+                    return value
+        return 0
+
+    heads = first("num_heads", "num_attention_heads", "n_heads", "n_head", "encoder_attention_heads")
+    head_dim = first("head_dim", "attention_head_size", "head_size", "qk_head_dim", "key_value_proj_dim")
+    if heads and not head_dim:
+        head_dim = first("embed_dim", "hidden_size", "d_model", "dim", "n_embd") // heads
+    groups, own = (getattr(module, name, None) for name in ("num_key_value_groups", "num_key_value_heads"))
+    if type(groups) is int and groups > 0:
         return heads, heads // groups, head_dim
-    own = getattr(module, "num_key_value_heads", None)
-    return heads, own if isinstance(own, int) and own > 0 else heads, head_dim
+    return heads, own if type(own) is int and own > 0 else heads, head_dim
 
 
 def _refusal(module: nn.Module) -> str | None:

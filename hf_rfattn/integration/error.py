@@ -8,14 +8,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..extras import naming_the_extra
 from ..features import PositiveFeatures
 from ..mechanisms import Mechanism
 from ..ops import softmax_attention
@@ -33,7 +31,7 @@ class AttentionError:
     `layers`: names of modules. `mechanisms`: of each layer. `heads`: an error for each head of each layer. `overall`:
     all heads of a layer together. `average`: the same for plain averaging of the values.
 
-    Prints as a table, plots with `plot()`, and becomes a dict with `to_dict()`.
+    Prints as a table, and becomes a dict with `to_dict()`.
     """
 
     layers: list[str]
@@ -52,24 +50,6 @@ class AttentionError:
         rows = [(*names, *row) for *names, row in zip(self.layers, self.mechanisms, numbers, strict=True)]
         sides = {"layer": "<", "attention": "<", "error": ">", "best head": ">", "worst head": ">", "average": ">"}
         return f"{text_table(sides, rows)}\n{EXPLANATION}"
-
-    def plot(self, path: str | Path | None = None):
-        """Errors by layer beside "average"; saved to `path` if given. Returns the matplotlib figure."""
-        with naming_the_extra():
-            from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        heads = [(layer, error) for layer, errors in enumerate(self.heads) for error in errors]
-        axes.scatter([x for x, _ in heads], [y for _, y in heads], s=14, color="tab:blue", alpha=0.4, label="each head")
-        axes.plot(self.overall, marker="o", color="tab:blue", label="layer")
-        axes.plot(self.average, marker="x", linestyle="--", color="tab:gray", label="average (no attention)")
-        axes.set(xlabel="layer", ylabel="relative error of the attention output", ylim=(0, None))
-        axes.set_xticks(range(len(self.layers)))
-        axes.legend()
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return figure
 
 
 @contextmanager
@@ -133,24 +113,22 @@ def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
     """What the batch goes through: the model, or the patched transformers models in one that takes no keywords, as a
-    SentenceTransformer, which takes one dict.
+    SentenceTransformer, which takes one dict. Without a head, where it holds no mechanism: over a large vocabulary it
+    may cost more than all layers.
     """
-    if isinstance(model, PreTrainedModel):
-        return [_without_head(model)]
+    roots = [model]
     try:
         inspect.signature(model.forward).bind(**inputs)
     except TypeError:
-        return [_without_head(root) for root in outermost_models(model) if outer_mechanisms(root)]
-    return [model]
-
-
-def _without_head(model: PreTrainedModel) -> nn.Module:
-    """The part that holds all mechanisms: a head over a large vocabulary may cost more than all layers."""
-    if model.config.is_encoder_decoder:
-        return model
-    inside = {id(m) for m in model.base_model.modules()}
-    patched = [m for m in model.modules() if isinstance(m, Mechanism)]
-    return model.base_model if all(id(m) in inside for m in patched) else model
+        roots = [root for root in outermost_models(model) if outer_mechanisms(root)]
+    bodies = []
+    for root in roots:
+        body = root
+        if isinstance(root, PreTrainedModel) and not root.config.is_encoder_decoder:
+            whole = len(outer_mechanisms(root.base_model)) == len(outer_mechanisms(root))
+            body = root.base_model if whole else root
+        bodies.append(body)
+    return bodies
 
 
 def valid_queries(exact: Tensor, masks: Mapping[str, Any]) -> Tensor:

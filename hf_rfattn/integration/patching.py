@@ -19,9 +19,8 @@ from .cache import Stateful, hand_on_cache
 from .discovery import AttentionSite, find_attention, outermost_models, uses_interface
 from .names import NAME, SPEC
 from .redraw import RedrawSchedule
-from .spec import PatchSpec, format_layers, parse_layers
+from .spec import SOFTMAX, PatchSpec, by_layer, format_layers, parse_layers
 
-SOFTMAX = "softmax"  # what layers have that are left as they are
 UNTRAINED = "Without training"  # how the warning begins: code that trains afterwards filters it by this
 _PATCHES = itertools.count()
 
@@ -100,14 +99,12 @@ def apply_patch(
             if not site.cross:
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
     modules = {id(site.module) for site in patched}
-    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    for holder in holders:
-        if modules.isdisjoint(map(id, holder.modules())):
-            continue
+    for holder in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
         innermost = any(site.owner is holder for site in patched)
-        holder.register_forward_pre_hook(CallCheck(positions=innermost), with_kwargs=True)
-        if holder.can_generate() and not holder._is_stateful:
-            holder._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
+        if not modules.isdisjoint(map(id, holder.modules())):
+            holder.register_forward_pre_hook(CallCheck(positions=innermost), with_kwargs=True)
+            if holder.can_generate() and not holder._is_stateful:
+                holder._is_stateful = Stateful([site.module for site in patched])  # type: ignore[assignment]
         if innermost and any(m.redraw_interval is not None for m in random_maps(holder)):
             holder.register_forward_pre_hook(RedrawSchedule())
     if record:
@@ -157,14 +154,13 @@ def _all_configs(model: nn.Module) -> list[Any]:
 
 def _check_not_sharded(model: nn.Module) -> None:
     """Ranks of tensor parallelism have some heads each, but mechanisms and their checkpoints have all of them."""
-    for owner in model.modules():
-        settings = getattr(owner.config, "distributed_config", None) if isinstance(owner, PreTrainedModel) else None
-        size, plan = getattr(settings, "tp_size", 1), getattr(settings, "tp_plan", None)
-        if size != 1 and plan != {}:
+    for config in _all_configs(model):
+        settings = getattr(config, "distributed_config", None)
+        size = getattr(settings, "tp_size", 1)
+        if size != 1 and getattr(settings, "tp_plan", None) != {}:
             raise NotImplementedError(
-                f"{type(owner).__name__} is loaded with tensor parallelism (tp_size={size}), which divides the heads "
-                "of a layer between processes; patched layers need all of them. Use DistributedConfig(fsdp_size=...), "
-                "accelerate or torch's DistributedDataParallel."
+                f"The model is loaded with tensor parallelism (tp_size={size}), but patched layers need all heads of a "
+                "layer. Use DistributedConfig(fsdp_size=...), accelerate or torch's DistributedDataParallel."
             )
 
 
@@ -176,20 +172,14 @@ def _by_layer(
     if isinstance(attention, Mapping):
         if layers is not None or options:
             raise ValueError("A mapping already says which layers get what; give layers and options inside it.")
-        chosen: dict[int, Any] = {}
-        for key, value in attention.items():
-            config = None if value == SOFTMAX else resolve_config(value)
-            for number in parse_layers(key):
-                if number in chosen:
-                    raise ValueError(f"Layer {number} is named twice in the mapping.")
-                chosen[number] = config
+        chosen: dict[int, Any] = by_layer(attention)
     else:
         config = resolve_config(attention, **options)
         chosen = dict.fromkeys(present if layers is None else parse_layers(layers), config)
     missing = sorted(set(chosen) - set(present))
     if missing:
         raise ValueError(f"There is no layer {missing[0]}; this model has layers {format_layers(present)}.")
-    chosen = {number: config for number, config in sorted(chosen.items()) if config is not None}
+    chosen = {number: config for number, config in sorted(chosen.items()) if config != SOFTMAX}
     if not chosen:
         raise ValueError("No layer was chosen, all stay softmax; to restore softmax use unpatch_model(model).")
     return chosen

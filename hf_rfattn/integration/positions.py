@@ -5,7 +5,7 @@ the model fills them; a model with parameters of relative positions beside its t
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .discovery import outermost_models, owner_of, transformers_models
-from .inputs import Data, as_batches, texts_in
+from .discovery import nested_configs, outermost_models, owner_of, transformers_models
 
 M = TypeVar("M", bound=nn.Module)
 Method = Literal["tile", "interpolate"]
@@ -62,11 +61,9 @@ class _Table:
         return self.embedding.num_embeddings - self.first
 
 
-def extend_positions(model: M, max_length: int | Data, method: Method = "tile", *, tokenizer: Any = None) -> M:
+def extend_positions(model: M, max_length: int, method: Method = "tile", *, tokenizer: Any = None) -> M:
     """Let a model with learned absolute positions take inputs of `max_length` tokens, in place, and return it.
 
-    `max_length`: a number, or the inputs themselves, of which the longest counts: texts, one or several, with their
-    `tokenizer`, or what a tokenizer returned, once or several times. If they fit already, nothing changes.
     `method`: "tile" repeats the learned table, so that inputs of the old length give what they gave; "interpolate"
     stretches it linearly over the new length, so that its first and last positions stay what they were. Train the
     model after either. `tokenizer`: its limit is set too. A SentenceTransformer truncates texts at the new length.
@@ -82,12 +79,8 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "tile", 
     >>> extend_positions(model, 256).config.n_positions
     256
     """
-    if isinstance(max_length, Iterable):
-        max_length = max(_longest(max_length, tokenizer), learned_positions(model) or 0)
-    if not isinstance(max_length, int) or isinstance(max_length, bool) or max_length < 1:
-        raise ValueError(
-            f"max_length must be a positive whole number of tokens, or the inputs that must fit, not {max_length!r}."
-        )
+    if type(max_length) is not int or max_length < 1:
+        raise ValueError(f"max_length must be a positive whole number of tokens, not {max_length!r}.")
     if method not in get_args(Method):
         raise ValueError(f"Unknown method {method!r}; choose one of {', '.join(get_args(Method))}.")
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
@@ -103,7 +96,7 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "tile", 
         if old not in weights:
             rows = _extended(old.detach()[table.first :], max_length, method)
             weights[old] = nn.Parameter(torch.cat([old.detach()[: table.first], rows]), requires_grad=old.requires_grad)
-    configs = [c for root in transformers_models(model).values() for c in _nested(root.config)]
+    configs = [c for root in transformers_models(model).values() for c in nested_configs(root.config)]
     for table in tables:
         _grow(table, max_length - table.length, weights[table.embedding.weight], configs)
     if tokenizer is not None:
@@ -111,14 +104,6 @@ def extend_positions(model: M, max_length: int | Data, method: Method = "tile", 
     if isinstance(getattr(model, CUT, None), int):
         setattr(model, CUT, max_length)
     return model
-
-
-def _longest(data: Data, tokenizer: Any) -> int:
-    """Tokens of the longest input in texts or batches."""
-    texts = texts_in(data, tokenizer)
-    if texts is not None:
-        return max(len(ids) for ids in tokenizer(texts)["input_ids"])
-    return max((batch["input_ids"].shape[-1] for batch in as_batches(data)), default=0)
 
 
 def find_tables(model: nn.Module) -> list[_Table]:
@@ -189,15 +174,6 @@ def _grow(table: _Table, more: int, weight: nn.Parameter, configs: list[PreTrain
             setattr(config, LIMIT, limit + more)
             if getattr(config, "n_ctx", None) == limit:  # gpt2 was published with the same number twice
                 config.n_ctx = limit + more
-
-
-def _nested(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A config and all those inside it."""
-    yield config
-    for name in config.sub_configs:
-        inner = getattr(config, name, None)
-        if isinstance(inner, PreTrainedConfig):
-            yield from _nested(inner)
 
 
 def _extended(rows: Tensor, length: int, method: Method) -> Tensor:

@@ -16,16 +16,8 @@ def load_config(name: str, **changes: Any) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     except OSError as error:
-        raise ValueError(f"{name!r} is not a model that can be read. {first_paragraph(error)}") from error
-
-
-def first_paragraph(error: Exception) -> str:
-    """The first paragraph of a long message, in one line.
-
-    >>> first_paragraph(ValueError("This is\\n wrong.\\n\\nAnd so on."))
-    'This is wrong.'
-    """
-    return " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
+        paragraph = " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
+        raise ValueError(f"{name!r} is not a model that can be read. {paragraph}") from error
 
 
 def model_class(config: Any) -> Any:

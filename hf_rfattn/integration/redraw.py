@@ -1,6 +1,5 @@
 """New random draws for the projections of a model: on demand, and on a schedule during training."""
 
-import functools
 import weakref
 from typing import Any, TypeVar
 
@@ -57,25 +56,23 @@ class RedrawSchedule:
                 if feature_map.redraw_interval is not None:
                     feature_map.step()
         self.stepped, self.trained = False, {id(p) for p in module.parameters() if p.requires_grad}
-        _watch_optimizers()
         _SCHEDULES[id(self)] = self
 
 
 _SCHEDULES: weakref.WeakValueDictionary[int, RedrawSchedule] = weakref.WeakValueDictionary()
 
 
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_note_step)
-
-
 def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Hook of all optimizers of torch. A model that is frozen goes by any of them: what is trained lies around it."""
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for reference in _SCHEDULES.valuerefs():
+    schedules = _SCHEDULES.valuerefs()
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if schedules else set()
+    for reference in schedules:
         schedule = reference()
         if schedule is not None and not (schedule.trained and schedule.trained.isdisjoint(updated)):
             schedule.stepped = True
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 @wraps_method(AveragedModel, "update_parameters")

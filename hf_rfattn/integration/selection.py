@@ -15,8 +15,8 @@ from .discovery import AttentionSite, find_attention
 from .error import relative_error, sum_errors
 from .inputs import Data, as_batches
 from .names import SPEC
-from .patching import SOFTMAX, build_at, patch_model, unpatch_model
-from .spec import parse_layers
+from .patching import build_at, patch_model, unpatch_model
+from .spec import SOFTMAX, parse_layers
 from .text_table import text_table
 
 Limit = Literal["error", "cost"]
@@ -47,8 +47,7 @@ class Candidate:
 _EXACT = Candidate(None, 0.0, 1.0)
 
 
-@dataclass(frozen=True)
-class AttentionChoice(Mapping[int, "MechanismConfig | str"]):
+class AttentionChoice(dict[int, "MechanismConfig | str"]):
     """A mapping from layer numbers to configs, or to "softmax", for `patch_model`. Prints as a table with the reasons.
 
     `chosen`: by layer; None for layers that cannot be patched. `reasons`: why, by layer. `candidates`: all that was
@@ -56,21 +55,16 @@ class AttentionChoice(Mapping[int, "MechanismConfig | str"]):
     can be patched, over those of softmax.
     """
 
-    chosen: dict[int, Candidate | None]
-    reasons: dict[int, str]
-    candidates: dict[int, list[Candidate]]
-    length: int
-    cost: float
-
-    def __getitem__(self, layer: int) -> "MechanismConfig | str":
-        candidate = self.chosen[layer]
-        return SOFTMAX if candidate is None or candidate.config is None else candidate.config
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.chosen)
-
-    def __len__(self) -> int:
-        return len(self.chosen)
+    def __init__(
+        self,
+        chosen: dict[int, Candidate | None],
+        reasons: dict[int, str],
+        candidates: dict[int, list[Candidate]],
+        length: int,
+        cost: float,
+    ):
+        super().__init__({layer: (c and c.config) or SOFTMAX for layer, c in chosen.items()})
+        self.chosen, self.reasons, self.candidates, self.length, self.cost = chosen, reasons, candidates, length, cost
 
     def __str__(self) -> str:
         rows = [
@@ -106,9 +100,9 @@ def choose_attention(
     `batches`: what a tokenizer returns, once or several times; or texts with their `tokenizer` (and `batch_size`,
     `max_length`). `budget` and `limit`: with "error" each layer gets the cheapest candidate whose relative error is at
     most `budget`, or stays softmax; with "cost" all layers together may use `budget` times the multiply-adds of
-    softmax, which are spent where they reduce the error most. `length`: sequence length that cost is counted for, by
-    default the longest in the batches. `candidates`: names or configs to choose from. `layers`, `cross_attention` and
-    `seed`: as in `patch_model`, to be given there too.
+    softmax, and the smallest error that this affords is the limit of every layer. `length`: sequence length that cost
+    is counted for, by default the longest in the batches. `candidates`: names or configs to choose from. `layers`,
+    `cross_attention` and `seed`: as in `patch_model`, to be given there too.
 
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -152,15 +146,26 @@ def choose_attention(
         raise ValueError("batches reached no attention module; give what a tokenizer returns.")
     length = length or longest
     found, work = _by_layer(sums, by_name, built, length)
-    if limit == "error":
-        decided = {layer: _cheapest(options, budget) for layer, options in found.items()}
+
+    def cost(decided: Mapping[int, tuple[Candidate, str]]) -> float:
+        return sum(decided[layer][0].cost * work[layer] for layer in found) / sum(work.values())
+
+    errors = [budget]
+    if limit == "cost":  # the smallest error that all layers can keep to at this cost
+        errors = sorted({0.0, *(option.error for options in found.values() for option in options)})
+    for error in errors:
+        decided = {layer: _cheapest(options, error) for layer, options in found.items()}
+        if limit == "error" or cost(decided) <= budget:
+            break
     else:
-        decided = _best_use(found, work, budget, length)
-    cost = sum(decided[layer][0].cost * work[layer] for layer in found) / sum(work.values())
+        raise ValueError(
+            f"At {length} tokens even the cheapest candidates need {cost(decided):.2f} times the multiply-adds of "
+            f"softmax, more than budget={budget:g}. Raise the budget or the length, or give cheaper candidates."
+        )
     softmax = {s.index: (None, s.refusal or "the batches did not reach it") for s in sites}
     by_layer = sorted({**softmax, **decided}.items())
     chosen, reasons = {i: candidate for i, (candidate, _) in by_layer}, {i: reason for i, (_, reason) in by_layer}
-    return AttentionChoice(chosen, reasons, found, length, cost)
+    return AttentionChoice(chosen, reasons, found, length, cost(decided))
 
 
 def _by_layer(
@@ -184,49 +189,13 @@ def _by_layer(
     return found, work
 
 
-def _cheapest(options: list[Candidate], budget: float) -> tuple[Candidate, str]:
-    """The cheapest within the error, and why."""
+def _cheapest(options: list[Candidate], error: float) -> tuple[Candidate, str]:
+    """The cheapest within an error, and why."""
     cheaper = [option for option in options if option.cost < 1]
-    within = [option for option in cheaper if option.error <= budget]
+    within = [option for option in cheaper if option.error <= error]
     if within:
         best = min(within, key=lambda o: (round(o.cost, 2), o.error))  # of those that cost the same, the closest
-        return best, f"cheapest of {len(within)} within an error of {budget:g}"
+        return best, f"cheapest of {len(within)} within an error of {error:.3g}"
     if cheaper:
-        return _EXACT, f"no candidate is within {budget:g}; the closest is {min(cheaper, key=lambda o: o.error)}"
+        return _EXACT, f"no candidate is within {error:.3g}; the closest is {min(cheaper, key=lambda o: o.error)}"
     return _EXACT, "softmax is the cheapest at this length"
-
-
-def _best_use(
-    found: Mapping[int, list[Candidate]], work: Mapping[int, int], budget: float, length: int
-) -> dict[int, tuple[Candidate, str]]:
-    """The cheapest of every layer, then one replacement after another, each the one that saves most error per cost."""
-    options = {layer: [*(o for o in here if o.cost < 1), _EXACT] for layer, here in found.items()}
-    chosen = {layer: min(here, key=lambda o: (o.cost, o.error)) for layer, here in options.items()}
-    left = budget * sum(work[layer] for layer in found) - sum(chosen[layer].cost * work[layer] for layer in found)
-    if left < 0:
-        least = budget - left / sum(work[layer] for layer in found)
-        raise ValueError(
-            f"At {length} tokens even the cheapest candidates need {least:.2f} times the multiply-adds of softmax, "
-            f"more than budget={budget:g}. Raise the budget or the length, or give cheaper candidates."
-        )
-
-    def price(layer: int, option: Candidate) -> float:
-        return (option.cost - chosen[layer].cost) * work[layer]
-
-    def gain(layer: int, option: Candidate) -> float:
-        return (chosen[layer].error ** 2 - option.error**2) / max(price(layer, option), 1)
-
-    while True:
-        closer = {layer: [o for o in here if o.error < chosen[layer].error] for layer, here in options.items()}
-        better = [(layer, o) for layer, here in closer.items() for o in here if price(layer, o) <= left]
-        if not better:
-            break
-        layer, option = max(better, key=lambda pair: gain(*pair))
-        left -= price(layer, option)
-        chosen[layer] = option
-    decided = {}
-    for layer, option in chosen.items():
-        next_one = min(closer[layer], key=lambda o: o.cost, default=None)
-        reason = f"the next closer one, {next_one}, exceeds the budget" if next_one else "no candidate is closer"
-        decided[layer] = option, reason
-    return decided

@@ -9,6 +9,8 @@ from ..mechanisms.config import check_nesting
 from .names import SPEC
 
 FORMAT = 1
+SOFTMAX = "softmax"  # what layers have that are left as they are
+_KEYS = ("format", "layers", "cross_attention", "seed", "softmax")
 MOST_LAYERS = 10_000
 SOFTMAX_NAMES = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 DAMAGED = "The checkpoint is damaged or was changed by hand; save it again from the patched model."
@@ -35,33 +37,34 @@ class PatchSpec:
         if not isinstance(document, Mapping):
             raise ValueError(f"config.{SPEC} must be a document, not {type(document).__name__}. {DAMAGED}")
         check_nesting(document)
-        names = ("format", "layers", "cross_attention", "seed", "softmax")
-        values: list[Any] = [document.get(name) for name in names]
-        version, layers, cross, seed, softmax = values
+        version, layers, cross, seed, softmax = map(document.get, _KEYS)
         if type(version) is int and version > FORMAT:
             raise ValueError(
                 f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
                 "Upgrade: pip install --upgrade hf-rfattn."
             )
         possible = ", ".join(SOFTMAX_NAMES)  # never code from the Hub, which transformers fetches by name
-        for wrong, problem in (
-            (type(version) is not int or version < 1, "has no format version"),
-            (not isinstance(layers, Mapping) or not layers, "does not say which layers are patched"),
-            (type(cross) is not bool or type(seed) is not int, "needs a boolean cross_attention and a whole seed"),
-            (softmax not in SOFTMAX_NAMES, f"has {softmax!r} as its softmax implementation; possible are {possible}"),
+        for right, problem in (
+            (type(version) is int and version > 0, "has no format version"),
+            (isinstance(layers, Mapping) and layers, "does not say which layers are patched"),
+            (type(cross) is bool and type(seed) is int, "needs a boolean cross_attention and a whole seed"),
+            (softmax in SOFTMAX_NAMES, f"has {softmax!r} as its softmax implementation; possible are {possible}"),
         ):
-            if wrong:
+            if not right:
                 raise ValueError(f"config.{SPEC} {problem}. {DAMAGED}")
-        by_layer: dict[int, MechanismConfig] = {}
-        for key, options in layers.items():
-            if not isinstance(key, str) or not isinstance(options, Mapping):
-                raise ValueError(f"config.{SPEC} has a layer that is not a document. {DAMAGED}")
-            config = resolve_config(options)
-            for number in parse_layers(key):
-                if number in by_layer:
-                    raise ValueError(f"config.{SPEC} names layer {number} twice. {DAMAGED}")
-                by_layer[number] = config
-        return cls(by_layer, cross, seed)
+        return cls(by_layer(layers), cross, seed)  # type: ignore[arg-type]
+
+
+def by_layer(mapping: Mapping[Any, Any]) -> dict[int, Any]:
+    """The config of each layer, "softmax" as it is, from a mapping of layers to names, configs or documents."""
+    chosen: dict[int, Any] = {}
+    for key, value in mapping.items():
+        config = value if value == SOFTMAX else resolve_config(value)
+        for number in parse_layers(key):
+            if number in chosen:
+                raise ValueError(f"Layer {number} is named twice.")
+            chosen[number] = config
+    return chosen
 
 
 def parse_layers(key: Any) -> list[int]:
@@ -72,21 +75,19 @@ def parse_layers(key: Any) -> list[int]:
     """
     if type(key) is int:
         return [key]
-    if isinstance(key, str):
-        numbers: list[int] = []
-        for part in key.split(","):
-            first, dash, last = part.strip().partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()):
-                raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or '0-2,7'.")
-            if int(last or first) >= MOST_LAYERS:
-                raise ValueError(f"{key!r} names a layer beyond {MOST_LAYERS}.")
-            numbers.extend(range(int(first), int(last or first) + 1))
-            if len(numbers) > MOST_LAYERS:
-                raise ValueError(f"{key[:20]!r}… names more than {MOST_LAYERS} layers.")
-        return numbers
-    if isinstance(key, Iterable):
+    if isinstance(key, Iterable) and not isinstance(key, str):
         return [number for item in key for number in parse_layers(item)]
-    raise ValueError(f"{key!r} does not name layers; write 3, '0-5' or range(0, 6).")
+    numbers: list[int] = []
+    for part in key.split(",") if isinstance(key, str) else [""]:
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{key!r} does not name layers; write 3, '0-5', '0-2,7' or range(0, 6).")
+        if int(last or first) >= MOST_LAYERS:
+            raise ValueError(f"{key!r} names a layer beyond {MOST_LAYERS}.")
+        numbers.extend(range(int(first), int(last or first) + 1))
+        if len(numbers) > MOST_LAYERS:
+            raise ValueError(f"{key[:20]!r}… names more than {MOST_LAYERS} layers.")
+    return numbers
 
 
 def format_layers(numbers: Iterable[int]) -> str:

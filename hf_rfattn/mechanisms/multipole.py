@@ -37,6 +37,11 @@ CAUSAL_BLOCK = 8
 LOCAL = 8  # one part in so many of the exact keys of a causal query comes before it
 
 
+def block_and_tile(length: int) -> tuple[int, int]:
+    """Keys a block and queries a tile, by default, of a bidirectional input of so many tokens."""
+    return next(((block, tile) for longest, block, tile in BY_LENGTH if length <= longest), LONGER)
+
+
 @dataclass(frozen=True)
 class MultipoleConfig(MechanismConfig):
     """Options of "multipole"."""
@@ -133,7 +138,7 @@ class MultipoleAttention(Mechanism):
     def _sizes(self, length: int) -> Sizes:
         """For a sequence of so many keys."""
         config = self.config
-        block, tile = next((sizes for longest, *sizes in BY_LENGTH if length <= longest), LONGER)
+        block, tile = block_and_tile(length)
         block, tile = config.block or block, config.tile or tile
         return Sizes(block, tile, -(-config.exact_keys // block), -(-config.global_tokens // block))
 

@@ -22,7 +22,7 @@ def walsh_hadamard_transform(x: Tensor) -> Tensor:
     """`x @ hadamard_matrix(d)` over the last dimension.
 
     H_ab = H_a ⊗ H_b: with x as an a × b matrix the transform is H_a x H_b, two small products instead of d² or of log₂
-    d passes of additions. `hf-rfattn study time` measures where that begins to pay.
+    d passes of additions.
     """
     dim = x.shape[-1]
     _check_power_of_two(dim)

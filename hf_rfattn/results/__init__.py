@@ -1,10 +1,10 @@
 """Result documents: written once by whatever measures, and read by tables, reports, plots, cards and the README.
 
-- `documents.py`: documents as JSON, what every document begins with (commit, versions, hardware, seed), privacy.
+- `documents.py`: what every document begins with (commit, versions, hardware, seed), files written as a whole, privacy.
 - `schema.py`: documents that cards and comparisons read, checked.
 - `report.py`: a report is a list of blocks, rendered as Markdown, HTML or in the terminal; numbers as tables show them.
 - `plots.py`: the style of plots. Imports matplotlib, so it is not imported here.
-- `fingerprint.py`, `folders.py`: digests of checkpoints, folders written as a whole.
+- `fingerprint.py`: digests of checkpoints.
 
 This room uses no other room of the package.
 """
@@ -15,6 +15,7 @@ from .documents import (
     load_average,
     machine,
     name_of,
+    new_folder,
     new_result,
     read_result,
     rounded,
@@ -26,10 +27,7 @@ from .fingerprint import RESULTS, checkpoint_fingerprint, results_fingerprint, w
 from .report import (
     DASH,
     Block,
-    Bullets,
-    Heading,
     Image,
-    Paragraph,
     Table,
     as_html,
     as_markdown,
@@ -51,19 +49,7 @@ from .schema import (
     STAGES,
     Metric,
     Result,
-    SpeedResult,
-    TaskResult,
-    TransferResult,
     control_of,
     parse_result,
     read_results,
 )
-
-__all__ = [
-    "CONTROLS", "DASH", "FAR", "NEAR", "NO_ATTENTION", "RESULTS", "SCHEMA_VERSION", "SOFTMAX", "STAGES", "Block",
-    "Bullets", "Heading", "Image", "Metric", "Paragraph", "Result", "SpeedResult", "Table", "TaskResult",
-    "TransferResult", "as_html", "as_markdown", "checkpoint_fingerprint", "control_of", "crossover_text", "hardware",
-    "in_bytes", "load_average", "machine", "measured_crossover", "name_of", "new_result", "number", "parse_result",
-    "print_blocks", "read_result", "read_results", "results_fingerprint", "rounded", "si", "times", "weight_files",
-    "without_folders", "write_images", "write_result", "write_whole",
-]  # fmt: skip

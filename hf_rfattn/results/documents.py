@@ -6,8 +6,10 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,26 @@ def write_whole(text: str, path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes the target when all is written; if that fails, nothing stays behind."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists already and is not an empty folder; choose another one.")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        os.replace(partial, target)
+    except Exception as error:
+        if "No space left on device" in str(error):
+            message = f"The disk of {target} is full, so nothing was written. Make room, or choose another folder."
+            raise ValueError(message) from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def read_result(path: Path) -> dict[str, Any]:
     """The JSON object in a file; ValueError for anything else."""
     try:
@@ -144,40 +166,29 @@ def name_of(given: str) -> str:
 
 
 def without_folders(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A result document that names files and folders but does not say where they are on this machine.
+    """A result document whose command and options name files and folders, but do not say where they are.
 
-    In its command and options only the names of its model and data keep a slash, since any other name may be a path;
-    elsewhere only what is clearly a path shrinks to its last part.
+    Only the names of its model and data keep a slash, since any other name may be a path.
 
     >>> words = ["python", "../code/train.py", "--data=sets/snli", "--model=me/bert"]
     >>> without_folders({"model": "me/bert", "command": words})["command"]
     ['python', 'train.py', '--data=snli', '--model=me/bert']
     """
-    named = [document.get("model"), document.get("dataset")]
-    public = {each.get("name") if isinstance(each, Mapping) else each for each in named if not isinstance(each, list)}
+    named = [
+        each.get("name") if isinstance(each, Mapping) else each for each in map(document.get, ("model", "dataset"))
+    ]
 
-    def clean(value: Any, keep: set[Any] | None) -> Any:
-        if isinstance(value, str):
-            return _without_folder(value, keep)
+    def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: clean(each, keep) for key, each in value.items()}
-        return [clean(each, keep) for each in value] if isinstance(value, (list, tuple)) else value
+            return {key: clean(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(each) for each in value]
+        if not isinstance(value, str):
+            return value
+        start, path = re.fullmatch(r"(-{0,2}[\w.-]+=)?(.*)", value, re.DOTALL).groups("")  # type: ignore[union-attr]
+        return value if path in named else start + re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
-    found = {key: clean(each, public if key in ("command", "options") else None) for key, each in document.items()}
+    cleaned = {key: clean(document[key]) for key in ("command", "options") if key in document}
     if isinstance(command := document.get("command"), str):
-        try:
-            words = shlex.split(command)
-        except ValueError:  # a quote that does not end
-            words = command.split()
-        found["command"] = shlex.join(clean(words, public))
-    return found
-
-
-def _without_folder(word: str, keep: set[Any] | None) -> str:
-    """A word, or NAME=VALUE, whose value is a path. `keep`: values that are not; None: only clear cases are paths."""
-    start, value = re.fullmatch(r"(-{0,2}[\w.-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    if not re.search(r"[/\\]", value) or (keep is not None and value in keep):
-        return word
-    if keep is None and not re.match(r"[/\\~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value):
-        return word
-    return start + (re.split(r"[/\\]", value.rstrip("/\\"))[-1] or ".")
+        cleaned["command"] = shlex.join(clean(shlex.split(command)))
+    return {**document, **cleaned}

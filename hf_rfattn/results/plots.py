@@ -23,23 +23,19 @@ STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "band": ("#56B4E9", "v"),
     "multipole": ("#332288", "d"),
     BASELINE: ("#666666", "x"),
-    "performer-pytorch": ("#882255", "h"),
-    "fast-transformers": ("#AA7700", "<"),
     "iid": ("#666666", "o"),
     "orthogonal": ("#0072B2", "s"),
     "hadamard": ("#D55E00", "D"),
     "hadamard, 1 block": ("#E69F00", "^"),
     "hadamard, 2 blocks": ("#56B4E9", "v"),
     "hadamard, 3 blocks": ("#D55E00", "D"),
-    "sum of 3 blocks": ("#CC79A7", "X"),
 }
-DASHED = (BASELINE, "sum of 3 blocks")
 
 
 def line_style(name: str) -> dict[str, Any]:
     """Keywords for `Axes.plot`."""
     color, marker = STYLES.get(name, ("#999999", "."))
-    return {"color": color, "marker": marker, "linestyle": "--" if name in DASHED else "-"}
+    return {"color": color, "marker": marker, "linestyle": "--" if name == BASELINE else "-"}
 
 
 def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, **style: Any) -> None:
@@ -47,12 +43,6 @@ def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, *
     axes.plot(x, y, **style)
     if band is not None:
         axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def draw_rows(axes: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, **style: Any) -> None:
-    """Column y of rows against column x, with the band between their columns low and high."""
-    band = [row["low"] for row in rows], [row["high"] for row in rows]
-    draw_line(axes, [row[x] for row in rows], [row[y] for row in rows], band, **style)
 
 
 def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: str) -> None:

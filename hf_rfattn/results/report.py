@@ -18,44 +18,31 @@ if TYPE_CHECKING:
 
 DASH = "–"  # in a cell: not measured
 PNG: dict[str, Any] = {"dpi": 150, "metadata": {"Software": None}}
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: 0.9rem; }
-th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; vertical-align: top; }
-th { border-bottom: 2px solid #888; }
-th:first-child, td:first-child, .text { text-align: left; } td.text { min-width: 9rem; }
-tr.softmax { background: #f0f0f0; font-weight: 600; } tr.control { color: #777; font-style: italic; }
-img { max-width: 100%; height: auto; } .scroll { overflow-x: auto; } p { max-width: 52rem; }
-@media print { .scroll { overflow: visible; } }
+PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }}
+table {{ display: block; overflow-x: auto; border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; }}
+th, td {{ padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }}
+td:last-child {{ white-space: normal; min-width: 9rem; }} th {{ border-bottom: 2px solid #888; }}
+img {{ max-width: 100%; height: auto; }} p {{ max-width: 52rem; }}
+</style></head>
+<body>
+{body}</body>
+</html>
 """
 
 
 @dataclass(frozen=True)
-class Heading:
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True)
-class Paragraph:
-    text: str
-
-
-@dataclass(frozen=True)
-class Bullets:
-    items: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Table:
-    """Columns with numbers are aligned to the right, unless `aligned` is False. `kinds` of rows: "softmax", "control"
-    or "", which HTML and the terminal show.
-    """
+    """Columns with numbers are aligned to the right, unless `aligned` is False."""
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    kinds: Sequence[str] = ()
     aligned: bool = True
 
     @property
@@ -75,7 +62,7 @@ class Image:
     draw: "Callable[[], Figure]"
 
 
-Block = Heading | Paragraph | Bullets | Table | Image
+Block = str | Table | Image  # text is Markdown
 
 
 def as_markdown(blocks: Iterable[Block], image: Callable[[str], str] = str) -> str:
@@ -90,12 +77,8 @@ def as_markdown(blocks: Iterable[Block], image: Callable[[str], str] = str) -> s
 
 
 def _markdown(block: Block, image: Callable[[str], str]) -> str:
-    if isinstance(block, Heading):
-        return f"{'#' * block.level} {block.text}"
-    if isinstance(block, Paragraph):
-        return block.text
-    if isinstance(block, Bullets):
-        return "\n".join(f"- {item}" for item in block.items)
+    if isinstance(block, str):
+        return block
     if isinstance(block, Image):
         return f"![{block.what}]({image(block.name)})"
     rule = ["---:" if block.aligned and numbers else "---" for numbers in block.has_numbers]
@@ -105,58 +88,18 @@ def _markdown(block: Block, image: Callable[[str], str]) -> str:
     return f"**{block.title}**\n\n{table}" if block.title else table
 
 
-def as_html(title: str, blocks: Iterable[Block]) -> str:
-    """One page; plots stand in it as data."""
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(map(_html, blocks)) + "\n</body>\n</html>\n"
-    )
+def as_html(title: str, blocks: Sequence[Block]) -> str:
+    """One page that needs no other file: plots are part of it."""
+    from markdown_it import MarkdownIt  # comes with rich
 
-
-def _html(block: Block) -> str:
-    if isinstance(block, Heading):
-        return f"<h{block.level}>{html.escape(block.text)}</h{block.level}>"
-    if isinstance(block, Paragraph):
-        return f"<p>{_html_text(block.text)}</p>"
-    if isinstance(block, Bullets):
-        return "<ul>\n" + "\n".join(f"<li>{_html_text(item)}</li>" for item in block.items) + "\n</ul>"
-    if isinstance(block, Image):
-        stream, figure = io.BytesIO(), block.draw()
-        figure.savefig(stream, format="png", **PNG)
-        data = base64.b64encode(stream.getvalue()).decode()
-        width = round(100 * figure.get_figwidth())
-        return f'<img alt="{html.escape(block.what)}" width="{width}" src="data:image/png;base64,{data}">'
-    classes = ["" if numbers and block.aligned else ' class="text"' for numbers in block.has_numbers]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "".join(f"<{tag}{text}>{_html_cell(cell)}</{tag}>" for text, cell in zip(classes, cells, strict=True))
-
-    kinds = block.kinds or [""] * len(block.rows)
-    rows = [
-        f'<tr class="{kind}">{line("td", row)}</tr>' if kind else f"<tr>{line('td', row)}</tr>"
-        for kind, row in zip(kinds, block.rows, strict=True)
-    ]
-    title = f"<h3>{html.escape(block.title)}</h3>\n" if block.title else ""
-    head = f"<thead><tr>{line('th', block.headings)}</tr></thead>"
-    return f'{title}<div class="scroll"><table>{head}\n<tbody>' + "\n".join(rows) + "</tbody></table></div>"
-
-
-def _html_text(text: str) -> str:
-    """
-    >>> _html_text("`a` < b")
-    '<code>a</code> &lt; b'
-    """
-    return re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))
-
-
-def _html_cell(text: str) -> str:
-    """Lines break between words and at arrows, but not within a number and its unit.
-
-    >>> _html_cell("8.4 ± 0.2 → 9.1 %, a control")
-    '8.4&nbsp;±&nbsp;0.2 → 9.1&nbsp;%, a control'
-    """
-    return re.sub(r"(?<=\d) (?=[%×±\w])|(?<=±) ", "&nbsp;", html.escape(text))
+    body = MarkdownIt("js-default").render(as_markdown(blocks))
+    for block in blocks:
+        if isinstance(block, Image):
+            stream = io.BytesIO()
+            block.draw().savefig(stream, format="png", **PNG)
+            data = base64.b64encode(stream.getvalue()).decode()
+            body = body.replace(f'src="{block.name}"', f'src="data:image/png;base64,{data}"')
+    return PAGE.format(title=html.escape(title), body=body)
 
 
 def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
@@ -169,8 +112,8 @@ def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
             table = RichTable(title=block.title or None, title_justify="left")
             for heading, numbers in zip(block.headings, block.has_numbers, strict=True):
                 table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
-            for kind, row in zip(block.kinds or [""] * len(block.rows), block.rows, strict=True):
-                table.add_row(*row, style={"softmax": "bold", "control": "dim"}.get(kind))
+            for row in block.rows:
+                table.add_row(*row)
             console.print(table)
         elif not isinstance(block, Image):
             console.print(Markdown(_markdown(block, str)))

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 STUDIES = {  # module and class; imported when they run, since plots take a while to import
     "gram": ("gram", "GramStudy"),
     "mse": ("mse", "MseStudy"),
-    "time": ("times", "TimeStudy"),
     "heads": ("heads", "HeadsStudy"),
     "rank": ("rank", "RankStudy"),
     "mrf": ("markov_fields", "MrfStudy"),

@@ -1,17 +1,12 @@
-"""Linear-chain MRFs with random features: how large the error of log Z is, beside attention, and when it is faster.
+"""Linear-chain MRFs with random features: how large the error of log Z is, beside attention.
 
 Embeddings are normal with mean |e|² = `squared_norm`, positive features orthogonal, M = `features` of them. Around one
 point (states, features, length, norm) one of the four varies. The error of a chain is |log Ẑ - log Z| a transition,
 with one draw for all transitions and with a draw for each. Attention with the same embeddings as queries and keys is
 measured the same way: |log D̂ - log D| of its denominators, and ‖ô - o‖ / ‖o‖ of its outputs with normal values.
-
-Time: the forward algorithm in log space and as scaled matrix-vector products, which is what to beat, against features
-carried as messages, O(T|X|M), and as matrices, O(T|X|M²), of chains with scores for each node, so that every matrix is
-another one.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +14,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ..bench.panels import Panel, draw, lines_of
-from ..bench.timing import Competitor, Spread, interleave, threads
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
 from ..results import Table, number
@@ -38,8 +32,6 @@ VARIES = {
     "length": "T, nodes",
     "squared_norm": "|e|², squared norm",
 }
-COLORS = ("#E69F00", "#D55E00", "#CC79A7", "#009E73")
-EXACT_SCALED, EXACT_LOG = "exact, scaled products", "exact, log space"
 
 
 class Point(NamedTuple):
@@ -53,7 +45,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class MrfStudy(Study):
-    """The point around which states, features, lengths and norms vary, and what is timed."""
+    """The point around which states, features, lengths and norms vary."""
 
     states: tuple[int, ...] = (4, 16, 64, 256, 1024)
     features: tuple[int, ...] = (16, 64, 256, 1024)
@@ -62,20 +54,10 @@ class MrfStudy(Study):
     centre: tuple[int, int, int, float] = (64, 64, 64, 1)
     dim: int = 16
     draws: int = 20
-    timed_states: tuple[int, ...] = (64, 256, 1024)
-    timed_features: tuple[int, ...] = (16, 64)
-    log_space_until: int = 1024
-    repetitions: int = 3
-    threads: int | None = None
     seed: int = 0
 
     name: ClassVar[str] = "mrf"
-    full_settings: ClassVar[dict[str, Any]] = {
-        "draws": 40,
-        "timed_states": (64, 128, 256, 512, 1024, 2048, 4096),
-        "timed_features": (16, 64, 256),
-        "repetitions": 5,
-    }
+    full_settings: ClassVar[dict[str, Any]] = {"draws": 40}
 
     def measure(self, advance: Advance) -> Result:
         rows, centre = [], Point(*self.centre)
@@ -87,12 +69,7 @@ class MrfStudy(Study):
                 for kind in KINDS:
                     row = {"varies": varies, **point._asdict(), "kind": kind}
                     rows.append(row | mean_columns("error", [abs(sample[kind]) for sample in samples]))
-        times = []
-        with threads(self.threads) as count, torch.inference_mode():
-            for states in self.timed_states:
-                advance(f"time, {states:,} states")
-                times += self._times(states)
-        return {"rows": rows, "times": times, "threads": count}
+        return {"rows": rows}
 
     def _embeddings(self, states: int, squared_norm: float, *seed: int) -> Tensor:
         generator = seeded_generator(self.seed, states, *seed)
@@ -118,24 +95,6 @@ class MrfStudy(Study):
         found["outputs"] = float((approximate - out).norm() / out.norm())
         return found
 
-    def _times(self, states: int) -> list[dict[str, Any]]:
-        unary = torch.randn(self.centre[2], states, generator=seeded_generator(self.seed, states, 1))
-        chain = LinearChainMRF(self._embeddings(states, self.centre[3]).float(), length=self.centre[2], unary=unary)
-        competitors = {EXACT_SCALED: Competitor(partial(scaled_log_partition, chain))}
-        if states <= self.log_space_until:
-            competitors[EXACT_LOG] = Competitor(chain.log_partition)
-        for M in self.timed_features:
-            features = chain.random_features(M)
-            for form, method in (("messages", "serial"), ("matrices", "matrices")):
-                run = partial(chain.log_partition, features, method=method)  # type: ignore[arg-type]
-                competitors[f"{form}, M = {M}"] = Competitor(run)
-        rows = []
-        for name, seconds in interleave(competitors, self.repetitions).items():
-            spread = Spread.of([1000 * s for s in seconds])
-            row = {"states": states, "name": name, "median_ms": spread.median}
-            rows.append(row | {"low": spread.lower, "high": spread.upper})
-        return rows
-
     @staticmethod
     def table(result: Result) -> Table:
         """Errors at both ends of what varies."""
@@ -149,7 +108,7 @@ class MrfStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        """Error against each of the four, and time by number of states."""
+        """Error against each of the four."""
         settings = result["settings"]
         labelled = [row | {"kind": KINDS[row["kind"]][0]} for row in result["rows"]]
         panels = [
@@ -159,19 +118,8 @@ class MrfStudy(Study):
         states, features, length, norm = settings["centre"]
         point = f"|X| = {states}, M = {features}, T = {length}, |e|² = {norm:g}"
         draws = f"n = {settings['dim']}, {settings['draws']} draws, bands: standard error"
-        errors = f"Error of log Z a transition, and of attention, around {point} ({draws})"
-        styles: dict[str, dict[str, Any]] = {EXACT_SCALED: {"color": "black"}}
-        styles[EXACT_LOG] = {"color": "black", "linestyle": ":"}
-        for M, color in zip(settings["timed_features"], COLORS, strict=False):
-            styles[f"messages, M = {M}"] = {"color": color, "marker": "o"}
-            styles[f"matrices, M = {M}"] = {"color": color, "marker": "s", "linestyle": "--"}
-        lines = lines_of(result["times"], "states", "median_ms", "name", styles)
-        where = f"{result['hardware']['cpu']}, threads: {result['threads']}"
-        times = f"Time of log Z of a chain of {length} nodes, {where}"
-        return {
-            "mrf_error": draw(errors, [panels[:2], panels[2:]]),
-            "mrf_time": draw(times, [[Panel("", VARIES["states"], "milliseconds", lines)]], 7),
-        }
+        title = f"Error of log Z a transition, and of attention, around {point} ({draws})"
+        return {"mrf_error": draw(title, [panels[:2], panels[2:]])}
 
 
 def scaled_log_partition(chain: LinearChainMRF) -> Tensor:

@@ -5,8 +5,7 @@ over mean A², averaged over draws of x, y and ω; projections are compared on t
 sparse (one coordinate of each is not zero), with mean |x|² = `squared_norm`; a second measurement varies that norm at
 M = 4d.
 
-Hadamard blocks are a product, (H D_k)…(H D_1), for k = 1 to 3. The unpublished report that this project grew from
-measured one block, at d = 16, and prints more as a sum, H D_1 + … + H D_k: the sum of three is here too.
+Hadamard blocks are a product, (H D_k)…(H D_1), for k = 1 to 3.
 """
 
 import itertools
@@ -21,7 +20,7 @@ from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
 from ..bench.panels import Panel, draw, lines_of
-from ..features import FourierFeatures, PositiveFeatures, draw_projection, hadamard_rotation
+from ..features import FourierFeatures, PositiveFeatures, draw_projection
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
 from ..results import Table, number
@@ -29,8 +28,8 @@ from .base import Advance, Result, Study, mean_columns, rows_with
 
 KINDS = {"sincos": "sine and cosine", "positive": "positive"}
 INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}
-IID, SUM = "iid", "sum of 3 blocks"
-PROJECTIONS = (IID, "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks", SUM)
+IID = "iid"
+PROJECTIONS = (IID, "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks")
 SPARSE_LENGTH = 128  # of sparse inputs, which have few different values, and where the norm varies
 
 
@@ -146,25 +145,9 @@ def draw_rows(name: str, shape: Sequence[int], generator: Generator) -> Tensor:
     """Independent draws of ω by a name of `results.plots.STYLES`; `shape` is draws, rows, dim."""
     draws, rows, dim = shape
     kind, _, count = name.partition(", ")
-    if kind == SUM:
-        return sum_of_blocks(draws, rows, dim, generator, blocks=3)
     return draw_projection(kind, draws, rows, dim, generator, int(count[0]) if count else 3)  # type: ignore[arg-type]
 
 
-def sum_of_blocks(draws: int, rows: int, dim: int, generator: Generator, blocks: int) -> Tensor:
-    """Rows of H D_1 + … + H D_k, instead of the product, with the norms of Gaussian rows.
-
-    Column c of the sum is column c of H times a sum of signs, which differs from column to column: rows are not
-    orthogonal, and for two blocks half of the columns vanish.
-    """
-    stack = draws * -(-rows // dim)
-    sums = [torch.stack([hadamard_rotation(dim, 1, generator) for _ in range(blocks)]).sum(0) for _ in range(stack)]
-    directions = torch.stack(sums).reshape(draws, -1, dim)[:, :rows]
-    size = directions.norm(dim=-1, keepdim=True).clamp(min=1e-12)  # signs can cancel in every column
-    gaussian = torch.randn(draws, rows, dim, generator=generator, dtype=torch.float64)
-    return directions / size * gaussian.norm(dim=-1, keepdim=True)
-
-
 def _scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Older documents hold errors of normalised rows too."""
-    return [row for row in rows if row.get("matrix", "scores") == "scores"]
+    """Older documents hold errors of normalised rows and of other projections too."""
+    return [row for row in rows if row.get("matrix", "scores") == "scores" and row["projection"] in PROJECTIONS]

@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from hf_rfattn.results import Metric
 
@@ -74,36 +74,6 @@ class ClassificationOptions(RunOptions):
             raise ValueError("--pooling mean needs whole sequences; leave out --sequence-parallel.")
 
 
-class Pooling(nn.Module):
-    """Takes the place of the pooler of a BERT-like encoder. `kind`: cls or mean."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind, self.mask = kind, None
-
-    def remember_mask(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A hook before the encoder's forward, which does not hand the mask on to its pooler."""
-        self.mask = kwargs.get("attention_mask")
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, L, D] → [B, D]; padding does not count."""
-        if self.kind == "cls":
-            return hidden[:, 0]
-        weights = torch.ones_like(hidden[..., :1]) if self.mask is None else self.mask[..., None].to(hidden.dtype)
-        return (hidden * weights).sum(1) / weights.sum(1)
-
-
-def set_pooling(model: PreTrainedModel, kind: str) -> None:
-    """Let the head read `kind` of the encoder; the config records it, and the recipes restore it from there."""
-    has_pooler = getattr(model.base_model, "pooler", None) is not None
-    if not has_pooler and (kind == "model" or not hasattr(model.config, "classifier_pooling")):
-        raise ValueError(f"--pooling {kind}: {type(model).__name__} has no pooler to choose; leave the option out.")
-    if has_pooler and kind != "model":
-        model.base_model.pooler = pooling = Pooling(kind)
-        model.base_model.register_forward_pre_hook(pooling.remember_mask, with_kwargs=True)
-    model.config.classifier_pooling = kind  # which ModernBERT reads itself
-
-
 class ClassificationTask(Task):
     """Derive from it, and say in `__init__` what the task is."""
 
@@ -135,8 +105,6 @@ class ClassificationTask(Task):
             problem_type="single_label_classification" if names else "regression",
             **({"id2label": names, "label2id": {name: i for i, name in names.items()}} if names else {}),
         )
-        if pooling := options.pooling or getattr(model.config, "classifier_pooling", None):
-            set_pooling(model, pooling)
         length = choose_length(model, options, self.usual_length, tokenizer)
 
         def encode(batch: Mapping[str, list[Any]]) -> Any:

@@ -1,25 +1,19 @@
-"""Language modelling: text as one stream of tokens, in blocks and windows; perplexity; new tokenizers and models."""
+"""Language modelling: text as one stream of tokens, in blocks and windows, and perplexity."""
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from hf_rfattn.results import Metric
 
 from .data import Source, check_texts
-from .models import read_config
 
-END = "<|endoftext|>"
 PART = 512  # tokens whose logits are looked at in float32 at once: they are large
 
 
@@ -82,22 +76,3 @@ def perplexity(losses: Sequence[float], tokens: Sequence[int], num_bytes: int | 
     found = {"perplexity": math.exp(mean) if mean < 700 else math.inf, "loss": mean}
     found |= {"bits_per_byte": total / math.log(2) / num_bytes} if num_bytes else {}
     return {name: Metric(value, count, lower_is_better=True) for name, value in found.items()}
-
-
-def train_tokenizer(text: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, as GPT-2 has it, from this text alone."""
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        (batch["text"] for batch in text.iter(1000)), vocab_size=vocab_size, special_tokens=[END], show_progress=False
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token=END, eos_token=END, pad_token=END)
-
-
-def config_from_scratch(given: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The shape of a new model, with the vocabulary of its tokenizer."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    tokens: dict[str, Any] = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in names}}
-    if not Path(given).is_file():
-        return read_config("--from-scratch", given, **tokens)
-    fields = json.loads(Path(given).read_text(encoding="utf-8"))
-    return AutoConfig.for_model(fields.pop("model_type", "gpt2"), **{**fields, **tokens})

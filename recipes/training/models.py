@@ -48,9 +48,41 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with a head for the task, in float32. `changes`: fields of its config."""
     config = read_config("--model", options.model, **changes)
+    if pooling := getattr(options, "pooling", None):
+        config.classifier_pooling = pooling
     model = read("--model", auto_class, options.model, config=config, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id  # decoders classify by the last token before padding
+    return with_pooling(model)
+
+
+def with_pooling(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the head of an encoder read what `classifier_pooling` of the config says; ModernBERT does so by itself."""
+    kind, pooler = getattr(model.config, "classifier_pooling", None), getattr(model.base_model, "pooler", None)
+    if kind in ("cls", "mean") and pooler is not None:
+        model.base_model.pooler = pooling = Pooling(kind)
+        model.base_model.register_forward_pre_hook(pooling.remember_mask, with_kwargs=True)
+    elif kind is not None and pooler is None and not hasattr(type(model.config)(), "classifier_pooling"):
+        raise ValueError(f"--pooling {kind}: {type(model).__name__} has no pooler to replace; leave the option out.")
     return model
+
+
+class Pooling(nn.Module):
+    """Takes the place of the pooler of a BERT-like encoder. `kind`: cls or mean."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.mask = kind, None
+
+    def remember_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """A hook before the encoder's forward, which does not hand the mask on to its pooler."""
+        self.mask = kwargs.get("attention_mask")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, L, D] → [B, D]; padding does not count."""
+        if self.kind == "cls":
+            return hidden[:, 0]
+        weights = torch.ones_like(hidden[..., :1]) if self.mask is None else self.mask[..., None].to(hidden.dtype)
+        return (hidden * weights).sum(1) / weights.sum(1)
 
 
 def load_base(options: CommonOptions) -> PreTrainedModel:

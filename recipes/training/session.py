@@ -1,11 +1,10 @@
 """What surrounds the work of every recipe: messages, accelerate, the output folder, and the result file with its card.
 
-A recipe that does not train calls `in_session` itself, as `convert.py` does; those that do come from `run.py`.
+A recipe that does not train calls `run_recipe` itself, as `convert.py` does; those that do call `main` of `run.py`.
 
 OUTPUT/run.json       the options of the run
 OUTPUT/state/         states, while the run is not finished
 OUTPUT/transfer/      the state of attention transfer, likewise
-OUTPUT/.tokenizer/    the tokenizer that --from-scratch has trained, likewise
 OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
 OUTPUT/result.json    written last: it is there if and only if the run is finished
 """
@@ -47,7 +46,6 @@ from .messages import script
 from .options import CommonOptions, flag, parse_options
 
 RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
-TOKENIZER = ".tokenizer"  # hidden: it is trained before the folder is known to be used
 PARTIAL = "partial-"
 FREE = {  # what may differ between a run and its continuation, since it does not change what is learnt
     "resume", "overwrite", "accumulate", "eval_batch_size", "log_every", "save_every", "report_to", "output",
@@ -122,7 +120,7 @@ class Session:
         if document["attention"] != "softmax":
             hf_rfattn.write_card(model)
         write_result(document, self.output / RESULT)
-        self._delete(STATES, TRANSFER, TOKENIZER)
+        self._delete(STATES, TRANSFER)
         self.say(f"Written: {model} and {self.output / RESULT}")
 
     def _delete(self, *names: str) -> None:
@@ -143,7 +141,7 @@ def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path
     """
     output, accelerator = Path(options.output), make_accelerator(options)
     document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
-    document |= {"model": options.model_name or name_of(options.model or "from scratch")}
+    document |= {"model": options.model_name or name_of(options.model or "none")}
     document |= {"base_license": options.model_license, "command": command(accelerator)}
     session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
     if check_output(options):

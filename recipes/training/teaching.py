@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_rfattn
 from hf_rfattn.results import RESULTS
 
-from .models import mechanism_parameters, read, read_config
+from .models import mechanism_parameters, read, read_config, with_pooling
 from .options import RunOptions
 from .session import TRANSFER, Session
 from .task import Collate, TrainingOrder
@@ -128,7 +128,7 @@ def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOpt
     config = read_config("--distill", name)
     if type(student).__name__ not in (config.architectures or ()):
         raise ValueError(f"--distill: {name!r} has no head for this task. Give a softmax model that was trained on it.")
-    model = read("--distill", type(student), name, dtype=torch.float32)
+    model = with_pooling(read("--distill", type(student), name, config=config, dtype=torch.float32))
     if options.distill != "self" and hasattr(model.config, "rfattn"):
         raise ValueError(f"--distill: {name!r} is patched; the teacher must be a softmax model.")
     hf_rfattn.unpatch_model(model)

@@ -1,5 +1,5 @@
-"""Two processes on two GPUs give what one gives: the tests of `test_recipes_distributed.py` and `test_conversion.py`,
-which run on gloo, on NCCL.
+"""Two processes on two GPUs give what one gives: the tests of `test_recipes_distributed.py`, `test_conversion.py` and
+`test_sharding.py`, which run on gloo, on NCCL.
 """
 
 import copy
@@ -11,14 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import sample
+from support.attention import build, draw_qkv
+from support.gpus import DEVICE, FAKE, PROCESSES
 from support.models import tiny_bert
 from support.recipes import ROOT, environment, make_bert
+from support.variants import DEFAULTS
 from support.zygote import free_port
 from torch import distributed
 
 from hf_rfattn import convert
+from hf_rfattn.ops.sharded import Part
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2 and not FAKE, reason="needs two GPUs")
 
 CONFIGS = ROOT / "recipes" / "accelerate"
 OPTIONS = [
@@ -47,6 +51,7 @@ def close(first, second):
         torch.testing.assert_close(first[name].cpu(), second[name].cpu(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.skipif(FAKE, reason="accelerate's configs are those of GPUs")
 @pytest.mark.parametrize("config", ["gpu_2.yaml", "fsdp2.yaml"])
 @pytest.mark.parametrize("attention", ["favor+", "hedgehog", "fmm"])
 def test_training(tmp_path, config, attention):
@@ -68,11 +73,18 @@ def learnt(model):
     return {name: value.detach().cpu() for name, value in model.named_parameters() if ".rf." in name}
 
 
+def join(rank, folder):
+    """A process of two; its device."""
+    if not FAKE:
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(PROCESSES, init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    return torch.device("cpu") if FAKE else torch.device("cuda", rank)
+
+
 def convert_a_share(rank, folder, model, batches):
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = model.cuda()
-    shares = [{name: value[rank::2].cuda() for name, value in batch.items()} for batch in batches]
+    device = join(rank, folder)
+    model = model.to(device)
+    shares = [{name: value[rank::2].to(device) for name, value in batch.items()} for batch in batches]
     convert(model, "hedgehog", shares, steps=5, progress=False)
     torch.save(learnt(model), f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
@@ -80,10 +92,41 @@ def convert_a_share(rank, folder, model, batches):
 
 def test_attention_transfer(tmp_path):
     model, batches = tiny_bert(), batches_of(4)
-    alone = copy.deepcopy(model).cuda()
-    convert(alone, "hedgehog", [{n: x.cuda() for n, x in batch.items()} for batch in batches], steps=5, progress=False)
+    alone = copy.deepcopy(model).to(DEVICE)
+    shares = [{name: value.to(DEVICE) for name, value in batch.items()} for batch in batches]
+    convert(alone, "hedgehog", shares, steps=5, progress=False)
     torch.multiprocessing.spawn(convert_a_share, (str(tmp_path), model, batches), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first and all(torch.equal(first[name], second[name]) for name in first)
     for name, value in learnt(alone).items():
         torch.testing.assert_close(first[name], value, rtol=0, atol=1e-2)
+
+
+def attend_to_a_part(rank, folder, length=37):
+    """Outputs and gradients of one part of a sequence are those of its rows."""
+    device = join(rank, folder)
+
+    def own(x):
+        return x.narrow(2, rank * length, length)
+
+    for variant in DEFAULTS:
+        torch.manual_seed(0)
+        mechanism = build(variant, kv_heads=2).to(device)
+        inputs = [x.to(device).requires_grad_() for x in draw_qkv(2 * length, kv_heads=2)]
+        weight = torch.randn(2, 4, 2 * length, 8, dtype=torch.float64).to(device)
+        leaves = [*inputs, *mechanism.parameters()]
+        for causal in (False, True):
+            whole = mechanism(*inputs, causal=causal)
+            expected = torch.autograd.grad((whole * weight).sum(), leaves, materialize_grads=True, allow_unused=True)
+            part = Part(distributed.group.WORLD, rank, 2, length, None, None)
+            mine = mechanism(*map(own, inputs), causal=causal, part=part)
+            found = torch.autograd.grad((mine * own(weight)).sum(), leaves, materialize_grads=True, allow_unused=True)
+            torch.testing.assert_close(mine, own(whole), rtol=1e-6, atol=1e-6)
+            for a, b in zip(found, expected, strict=True):
+                distributed.all_reduce(a)
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    distributed.destroy_process_group()
+
+
+def test_sharded_sequences(tmp_path):
+    torch.multiprocessing.spawn(attend_to_a_part, (str(tmp_path),), nprocs=2)
