@@ -104,7 +104,7 @@ def test_a_run_that_comes_before(planned, bert):
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"rff": {}}}]}, "rows of a: unknown field 'rff'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"favor+": {"bands": 3}}}]}, "has no option 'bands'"),
         ({"tasks": [{"recipe": "glue"}]}, "the field 'label' is missing"),
-        ({"training": {"batchsize": 3}}, "unknown field 'batchsize' (did you mean '--batch-size'?)"),
+        ({"training": {"batchsize": 3}}, "Unknown option '--batchsize=3' (did you mean '--batch-size'?)"),
         ({"training": {"seed": 3}}, "seed cannot be set as training options"),
         ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
         ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, recipes"),

@@ -25,7 +25,7 @@ from hf_rfattn.bench import decode, gpu_prediction, model, ops
 from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
-from hf_rfattn.ops import backend, fused
+from hf_rfattn.ops import backend, fused, multipole
 
 
 @pytest.fixture
@@ -111,6 +111,14 @@ def test_generation_goes_on_from_a_fused_prompt(gpu, variant):
         parts.append(mechanism(*(x[:, :, 89:] for x in (q, k, v)), state=state))
     assert gpu.decisions["causal"] is None
     torch.testing.assert_close(torch.cat(parts, dim=2), definition(mechanism, q, k, v, causal=True))
+
+
+def test_tiles_beyond_the_largest_batch_of_a_kernel(gpu, monkeypatch):
+    monkeypatch.setattr(multipole, "LARGEST_BATCH", 16)
+    gpu.set_backend("fused")
+    mechanism = build(("multipole", {"exact_keys": 16, "block": 4, "tile": 8}), kv_heads=2)
+    for masks in ({}, {"key_mask": torch.rand(2, 60) > 0.4}):  # 16 tiles a sequence and key head
+        assert_same_with_gradients(mechanism, *draw_qkv(60, kv_heads=2), 1e-6, **masks)
 
 
 COMPILED = [(variant, "bidirectional") for variant in FUSED if variant[0] != "fmm"]  # which is band and favor+
@@ -497,7 +505,7 @@ def gpt2(tmp_path_factory):
 def test_paths_are_compared_in_one_run(gpu, compiled_eagerly):
     gpu.set_backend("torch")
     settings = OpsSettings(
-        attention=["favor+", "linear"], lengths=[40, 48], heads=2, head_dim=16, features=[8], **QUICK
+        attention=["favor+", "linear"], lengths=[40, 48], heads=2, head_dim=16, features=[8], passes=[False], **QUICK
     )
     result = ops.measure(settings)
     names = [("favor+", "torch"), ("favor+", "compiled"), ("favor+", "fused")]
@@ -516,7 +524,7 @@ def test_paths_are_compared_in_one_run(gpu, compiled_eagerly):
         "favor+, M = 8 (compiled)",
         "favor+, M = 8 (fused)",
     ]
-    assert "compiles" in first.title and len(first.rows) == 4 * 3 + 2
+    assert "compiles" in first.title and len(first.rows) == 2 * 3 + 1
     assert notes.items == ["Not measured: linear, M = 16 (fused): linear: features are not log-linear"]
     assert image.draw().axes
 

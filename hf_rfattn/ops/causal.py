@@ -109,12 +109,13 @@ def _by_blocks(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[tuple[T
         exact = phi_q.positive and not traced() and bool(lost.any())
         if exact:
             _, *found = attend(rows, True, *arguments, *sums)
-        blocks.append(_Block(rows, exact, sums))
+        if not traced():  # a record of rows would tie a compiled program to their number
+            blocks.append(_Block(rows, exact, sums))
         out, log_d, *sums = found
         outs.append(out)
         logs.append(log_d)
         stop = rows.stop
-    if len(blocks) > 1:
+    if len(outs) > 1:
         out, log_d = torch.cat(outs, dim=2), torch.cat(logs, dim=2)
     return (out, log_d, *sums), blocks
 

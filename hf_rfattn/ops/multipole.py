@@ -22,6 +22,8 @@ from .multipole_choice import SUBTILES, Order, Sizes, choose_blocks, inverse, or
 from .softmax import LOG2_E, SOME, exp2_of_difference_, merge
 from .tiles import BLOCK, OTHER_BLOCK, from_tiles, into_tiles, traced
 
+LARGEST_BATCH = 65535  # of a kernel, in CUDA
+
 
 def multipole_attention(
     q: Tensor,
@@ -111,6 +113,11 @@ class Blocks(NamedTuple):
         least = count.clamp(min=1).unsqueeze(-1)
         return Blocks(y, u, seen, count, y.sum(2) / least, u.sum(2) / least)
 
+    def split(self, rows: int) -> "list[Blocks]":
+        """The blocks of some sequences at a time."""
+        fields = [[None] * -(-len(self.y) // rows) if z is None else z.split(rows) for z in self]
+        return [Blocks(*part) for part in zip(*fields, strict=True)]
+
     def near(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values `[N, T, t · c, D]` of the chosen blocks, and a bias `[N, T, 1, t · c]` that hides empty
         places.
@@ -192,6 +199,10 @@ def attend_to_blocks(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float
 
 def _by_fused_kernels(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """The same by FlexAttention: tiles as a batch over their exact keys, all queries over block means."""
+    rows = max(LARGEST_BATCH // tiles.shape[1], 1)
+    if len(tiles) > rows and not traced():
+        some = zip(tiles.split(rows), blocks.split(rows), chosen.split(rows), strict=True)
+        return torch.cat([_by_fused_kernels(*arguments, scale, dtype) for arguments in some])
 
     def batch(x: Tensor) -> Tensor:
         return x.flatten(0, 1).unsqueeze(1).to(dtype)  # [N · T, 1, …]

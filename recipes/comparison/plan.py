@@ -189,7 +189,7 @@ def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:
 def _words(name: str, recipe: str, fields: Mapping[str, Any], output: Path) -> tuple[str, ...]:
     if recipe not in RECIPES:
         raise ValueError(f"{name}: there is no recipe {recipe!r}; there are {', '.join(RECIPES)}.")
-    return tuple(fields_as_arguments(RECIPES[recipe][1], {**fields, "output": str(folder_of(output, name))}, name))
+    return tuple(fields_as_arguments({**fields, "output": str(folder_of(output, name))}))
 
 
 def _slug(label: str) -> str:

@@ -7,12 +7,9 @@ import sys
 from argparse import ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser
-
-Options = TypeVar("Options", bound="CommonOptions")
-
 
 MAY_BE_0 = {
     "seed", "transfer_steps", "weight_decay", "warmup", "max_gradient_norm", "distill_hidden", "parts",
@@ -143,7 +140,7 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message} (--help explains every option)")
 
 
-def parse_options(options: type[Options], arguments: Sequence[str] | None = None, description: str = "") -> Options:
+def parse_options(options: type[Any], arguments: Sequence[str] | None = None, description: str = "") -> Any:
     """Options from the command line."""
     parser = _Parser(
         options, description=description, formatter_class=ArgumentDefaultsHelpFormatter, allow_abbrev=False
@@ -156,26 +153,19 @@ def parse_options(options: type[Options], arguments: Sequence[str] | None = None
     return parsed
 
 
-def fields_as_arguments(options: type[CommonOptions], fields: Mapping[str, Any], where: str) -> list[str]:
+def fields_as_arguments(fields: Mapping[str, Any]) -> list[str]:
     """
-    >>> fields_as_arguments(RunOptions, {"batch-size": 8, "attention_options": {"bandwidth": 4}}, "here")
-    ['--batch_size=8', '--attention_options', 'bandwidth=4']
+    >>> fields_as_arguments({"batch_size": 8, "attention_options": {"bandwidth": 4}, "layers": None})
+    ['--batch-size=8', '--attention-options', 'bandwidth=4']
     """
-    kinds = {f.name: f.type for f in dataclasses.fields(options)}
     words: list[str] = []
-    for key, value in fields.items():
-        name = str(key).replace("-", "_")
-        if name not in kinds:
-            hint = did_you_mean(flag(name), list(map(flag, kinds)))
-            raise ValueError(f"{where}: unknown field {key!r}{hint}; known: {', '.join(kinds)}.")
-        if value is None:
-            continue
+    for name, value in fields.items():
         if isinstance(value, dict):
             value = assignments(value)
-        if not isinstance(value, list):
-            words.append(f"--{name}={value}")
-        elif value:
-            words += [f"--{name}", *map(str, value)]
+        if isinstance(value, list):
+            words += [flag(name), *map(str, value)] if value else []
+        elif value is not None:
+            words.append(f"{flag(name)}={value}")
     return words
 
 

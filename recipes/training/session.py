@@ -1,6 +1,6 @@
 """What surrounds the work of every recipe: messages, accelerate, the output folder, and the result file with its card.
 
-A recipe that does not train calls `in_session` itself, as `convert.py` does; those that do come from `run.py`.
+A recipe that does not train calls `run_recipe` itself, as `convert.py` does; those that do call `main` of `run.py`.
 
 OUTPUT/run.json       the options of the run
 OUTPUT/state/         states, while the run is not finished
