@@ -318,9 +318,11 @@ def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) 
 
 
 def draw(image: Image, documents: Documents, folder: Path) -> bool:
-    """Draw a plot unless it is there, made from the same result file, which has the same name."""
-    path, document = folder / image.name, documents[f"{image.name.removesuffix('.png')}.json"]
-    mark = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    """Draw a plot unless it is there, made from the same data: the result file of its name, or all of its folder."""
+    path, own = folder / image.name, image.name.removesuffix(".png") + ".json"
+    parent = Path(own).parent
+    data = documents.get(own) or [each for name, each in documents.items() if Path(name).parent == parent]
+    mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     if path.exists():
         with PIL.Image.open(path) as there:
             if there.info.get(MARK) == mark:
