@@ -24,7 +24,7 @@ from training.session import MODEL
 
 from hf_rfattn import write_card
 from hf_rfattn.hub.scores import overview
-from hf_rfattn.results import RESULTS, Heading, number, print_blocks, read_results, write_result
+from hf_rfattn.results import RESULTS, number, print_blocks, read_results, write_result
 
 
 @script("The same command continues from here.")
@@ -47,7 +47,7 @@ def main(
         write_cards(output)
     title, tables = read_comparison(output / RESULTS)
     written = write_report(title, tables, output)
-    print_blocks([Heading(title), overview(tables)], console)
+    print_blocks([f"## {title}", overview(tables)], console)
     for path in written:
         typer.echo(f"Written: {path}")
     if failed:

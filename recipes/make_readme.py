@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +25,13 @@ from hf_rfattn import attention_label
 from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
-from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed
+from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed, score_and_speed
 from hf_rfattn.results import (
+    CONTROLS,
     DASH,
     SOFTMAX,
     Block,
-    Heading,
     Image,
-    Paragraph,
     Result,
     Table,
     as_markdown,
@@ -47,7 +47,7 @@ from hf_rfattn.study import study_class
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
-COMPARED = ("transfer", "stories")  # comparisons that the README shows
+COMPARED = ("long_reviews",)  # comparisons that the README shows
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer", benchmark_report),
@@ -83,8 +83,8 @@ def compared(documents: Documents) -> Iterator[tuple[str, str, list[ScoreTable]]
 def comparisons(documents: Documents, results: str) -> Iterator[Block]:
     """The tables of each comparison."""
     for folder, title, tables in compared(documents):
-        yield Heading(title, 3)
-        yield Paragraph(f"From [{folder}]({results}{folder}). {options_of(tables)}")
+        yield f"### {title}"
+        yield f"From [{folder}]({results}{folder}). {options_of(tables)}"
         yield from score_tables(tables, documents)
 
 
@@ -92,7 +92,7 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
     """All tasks at a glance, of the comparisons that the README shows."""
     for folder, title, tables in compared(documents):
         if folder in COMPARED:
-            yield Paragraph(f"**{title}**, measured on {tables[0].first.machine} per process:")
+            yield f"**{title}**, measured on {tables[0].first.machine} per process:"
             yield overview(tables)
 
 
@@ -103,6 +103,17 @@ def evaluations(documents: Documents, results: str) -> Iterator[Block]:
     yield from score_tables(make_tables(found, lambda result: result.task), documents)
 
 
+def model_benchmarks(documents: Documents) -> dict[tuple[str, int, str], dict[bool, dict[str, Any]]]:
+    """What `hf-rfattn bench model` measured, by model, length and attention, and by pass (training or not)."""
+    found: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}
+    for document in documents.values():
+        for cell in document["cells"] if document["kind"] == "bench model" else ():
+            label = labels(document).get(cell["attention"], SOFTMAX)
+            key = document["model"]["name"], cell["length"], label
+            found.setdefault(key, {}).setdefault(cell["training"], cell)
+    return found
+
+
 def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Block]:
     """Budget, then score, speed and memory in one row for each attention.
 
@@ -110,12 +121,7 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
     of attention in turn, on an idle machine; a model that was trained before is named after its base, a comma, and how
     it was trained. Otherwise they are those of the runs, without speed if the machine was busy.
     """
-    benched: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}  # by pass: training or not
-    for document in documents.values():
-        for cell in document["cells"] if document["kind"] == "bench model" else ():
-            label = labels(document).get(cell["attention"], SOFTMAX)
-            key = document["model"]["name"], cell["length"], label
-            benched.setdefault(key, {}).setdefault(cell["training"], cell)
+    benched = model_benchmarks(documents)
 
     def speed(table: ScoreTable, row: Row) -> dict[str, str]:
         model, length = table.first.model.partition(", ")[0], table.first.budget.get("max_length")
@@ -133,14 +139,14 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
         }
 
     for table in tables:
-        yield Paragraph(f"**{table.title}**: {table.budget}.")
+        yield f"**{table.title}**: {table.budget}."
         yield details(table, speed)
 
 
 def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
     """Costs on GPUs, counted from shapes."""
     sources = "; ".join(f"{device.name}: {device.source}" for device in predicted.DEVICES)
-    yield Paragraph(
+    yield (
         "**Predicted, not measured**: no GPU was available. Counted from shapes by "
         "`hf_rfattn/bench/gpu_prediction.py`, which states what is counted: a "
         f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at peak rates. Peak figures: "
@@ -150,9 +156,21 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def retrieval(documents: Documents, results: str) -> Iterator[Block]:
-    """The evaluations of one embedding model, whose speed was measured too."""
-    pattern = re.compile(r"embeddings/(minilm_\d+_|speed_)")
-    yield from evaluations({name: each for name, each in documents.items() if pattern.match(name)}, results)
+    """Embedding models on long documents: share of softmax's score and speed-up as a plot; the table of one of them."""
+    benched, tables = model_benchmarks(documents), []
+    found = [parse_result(each, name) for name, each in documents.items() if re.match(r"embeddings/\w+_2048_", name)]
+    for table in make_tables(found, lambda result: f"{result.model.partition('/')[2]}, 2,048 tokens"):
+        rows = []
+        for row in table.rows:
+            cell = benched.get((table.first.model, 2048, row.attention), {}).get(False)
+            if cell and row.control not in CONTROLS:  # those would stretch the axis
+                speed = (cell["samples_per_second"], None)
+                rows.append(replace(row, speed=speed, speed_over_softmax=cell["speed_over_softmax"]))
+        tables.append((table, replace(table, rows=rows)))
+    drawn = [each for _, each in tables if each.rows]
+    if drawn:
+        yield Image("embeddings/tradeoff.png", "Score and speed-up", lambda: score_and_speed(drawn, relative=True))
+    yield from score_tables([table for table, _ in tables[-1:]], documents)
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
@@ -184,12 +202,12 @@ def contexts(documents: Documents, results: str) -> Iterator[Block]:
                     )
             cells.sort(key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
             about = measured_on(next(iter(found.values())))
-            yield Paragraph(
+            yield (
                 f"**{base}** in {dtype}, {about}: perplexity on {tokens:,} tokens of {data} by stage, speed and cache. "
                 "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
             )
             yield context_table(cells, "")
-        yield Paragraph(f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}.")
+        yield f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}."
 
 
 def labels(document: dict[str, Any]) -> dict[str, str]:
@@ -208,22 +226,17 @@ def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
             if document["kind"] == kind:
                 about = document.get("model", {}).get("name")
                 command = document.get("command") or f"hf-rfattn {kind}"
-                yield Heading(f"{title} ({about})" if about else title, 3)
-                yield Paragraph(f"On {measured_on(document)}; [{name}]({results}{name}), made by `{command}`.")
+                yield f"### {title} ({about})" if about else f"### {title}"
+                yield f"On {measured_on(document)}; [{name}]({results}{name}), made by `{command}`."
                 yield from report_of(document, name.removesuffix(".json"))
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer, and whole models: of the result files that are in no subfolder."""
-    own = [document for name, document in documents.items() if "/" not in name]
-    found = {kind: [document for document in own if document["kind"] == kind] for kind in BENCHMARKS}
-    for document in found["bench ops"][:1]:
-        yield Paragraph(f"**One attention layer**: speed over softmax by length, on {measured_on(document)}.")
-        yield speed_table(document, SHOWN_LENGTHS)
-    for document in found["bench model"]:
-        name = document["model"]["name"]
-        yield Paragraph(f"**A whole model**, {name}: speed over softmax and memory, on {measured_on(document)}.")
-        yield speed_table(document)
+    """One layer, by length."""
+    for name, document in documents.items():
+        if document["kind"] == "bench ops" and "/" not in name:
+            yield f"**One attention layer**: speed over softmax by length, on {measured_on(document)}."
+            yield speed_table(document, SHOWN_LENGTHS)
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
@@ -231,37 +244,32 @@ def studies(documents: Documents, results: str) -> Iterator[Block]:
     for name, document in documents.items():
         if document["kind"].startswith("study "):
             path = name.removesuffix(".json")
-            yield Heading(document["kind"].removeprefix("study ").capitalize() + f": {Path(path).name}", 3)
-            yield Paragraph(f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name}).")
+            yield f"### {document['kind'].removeprefix('study ').capitalize()}: {Path(path).name}"
+            yield f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name})."
             yield study_class(document["kind"].removeprefix("study ")).table(document)
             for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
-                yield Paragraph(f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})")
+                yield f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})"
 
 
 def upstream(documents: Documents, results: str) -> Iterator[Block]:
     """transformers' own tests with every model patched: how many pass, and why the others fail."""
-    document = documents.get("upstream.json")
-    if document is None:
-        return
-    passed, counted, failed = Counter(), Counter(), Counter()
-    for row in document["rows"]:
-        for tested in (row["model"], "all"):
-            passed[tested, row["attention"]] += row["passed"]
-            counted[tested, row["attention"]] += row["counted"]
-        failed.update((why, row["attention"]) for why in row["failed"].values())
-    kinds = list(dict.fromkeys(row["attention"] for row in document["rows"]))
-    models = [*dict.fromkeys(row["model"] for row in document["rows"]), "all"]
-    reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
-    commit, versions = (document["checkout"]["commit"] or "unknown")[:10], document["versions"]
-    yield Paragraph(
-        f"`{document['command']}` with transformers {versions['transformers']}, torch {versions['torch']}, tests of "
-        f"commit {commit}:"
-    )
-    rows = [[tested, *(f"{passed[tested, a]:,} of {counted[tested, a]:,}" for a in kinds)] for tested in models]
-    yield Table("", ["tests that pass", *kinds], rows, aligned=False)
-    yield Table(
-        "", ["tests that fail", *kinds], [[w, *(str(failed[w, a]) for a in kinds)] for w in reasons], aligned=False
-    )
+    for document in (each for each in documents.values() if each["kind"] == "upstream"):
+        rows, versions = document["rows"], document["versions"]
+        kinds = list(dict.fromkeys(row["attention"] for row in rows))
+        yield (
+            f"`{document['command']}` with transformers {versions['transformers']}, torch {versions['torch']}, tests "
+            f"of commit {(document['checkout']['commit'] or 'unknown')[:10]}:"
+        )
+        passed = []
+        for model in [*dict.fromkeys(row["model"] for row in rows), "all"]:
+            own = [[row for row in rows if row["attention"] == a and model in (row["model"], "all")] for a in kinds]
+            counts = [(sum(row["passed"] for row in each), sum(row["counted"] for row in each)) for each in own]
+            passed.append([model, *(f"{good:,} of {counted:,}" for good, counted in counts)])
+        yield Table("", ["tests that pass", *kinds], passed, aligned=False)
+        failed = Counter((why, row["attention"]) for row in rows for why in row["failed"].values())
+        reasons = dict.fromkeys(why for (why, _), _ in failed.most_common())
+        counts = [[why, *(str(failed[why, attention]) for attention in kinds)] for why in reasons]
+        yield Table("", ["tests that fail", *kinds], counts, aligned=False)
 
 
 PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
@@ -302,7 +310,7 @@ def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) 
         pattern = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", flags=re.DOTALL)
         if len(pattern.findall(text)) != 1:
             raise ValueError(f"The page must have <!-- {name}:start --> and <!-- {name}:end --> once each.")
-        blocks = list(make(documents, results)) or [Paragraph("Nothing has been measured yet.")]
+        blocks = list(make(documents, results)) or ["Nothing has been measured yet."]
         images += [block for block in blocks if isinstance(block, Image)]
         made = as_markdown(blocks, lambda image: f"{results}{image}").rstrip("\n")
         text = pattern.sub(lambda found, made=made: f"{found[1]}{made}\n{found[2]}", text)
@@ -310,11 +318,10 @@ def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) 
 
 
 def draw(image: Image, documents: Documents, folder: Path) -> bool:
-    """Draw a plot unless it is there, made from the same data: its result file, or all files of its folder."""
-    path, stem = folder / image.name, image.name.removesuffix(".png")
-    data = documents.get(f"{stem}.json") or [
-        d for name, d in documents.items() if Path(name).parent == Path(stem).parent
-    ]
+    """Draw a plot unless it is there, made from the same data: the result file of its name, or all of its folder."""
+    path, own = folder / image.name, image.name.removesuffix(".png") + ".json"
+    parent = Path(own).parent
+    data = documents.get(own) or [each for name, each in documents.items() if Path(name).parent == parent]
     mark = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
     if path.exists():
         with PIL.Image.open(path) as there:

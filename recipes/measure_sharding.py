@@ -20,12 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rfattn
 from hf_rfattn.bench.memory import bytes_around
-from hf_rfattn.results import DASH, Block, Paragraph, Table, in_bytes, new_result, read_result, write_result
+from hf_rfattn.results import DASH, Block, Table, in_bytes, new_result, read_result, write_result
 
 LAYERS = 2
 SHAPE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 256,
 }  # fmt: skip
+LIMIT = 2**31  # bytes of memory per process, to compare what fits
 WARM_UP = 1024  # tokens of a first pass, which allocates what stays
 
 
@@ -94,7 +95,7 @@ def run(lengths: list[int], processes: list[int], attentions: list[str], output:
 def report(document: dict[str, Any], name: str) -> Iterator[Block]:
     """Of each attention a table with a row for each length."""
     shape = document["shape"]
-    yield Paragraph(
+    yield (
         f"A Llama of {document['layers']} layers with {shape['num_attention_heads']} heads of "
         f"{shape['hidden_size'] // shape['num_attention_heads']} and random weights, batch size 1, float32, a forward "
         "and a backward pass. Bytes are those of the process that sends most, without the averaging of gradients of "
@@ -112,6 +113,10 @@ def report(document: dict[str, Any], name: str) -> Iterator[Block]:
             row += [in_bytes(cell["peak_bytes"]) if cell["peak_bytes"] else DASH for cell in found]
             rows.append([f"{length:,}", *row])
         yield Table(attention, ["tokens", *sent, *peaks], rows)
+        fit = [key for key, cell in cells.items() if key[0] == attention and (cell["peak_bytes"] or LIMIT) < LIMIT]
+        longest = {size: max(length for _, length, processes in fit if processes == size) for _, _, size in fit}
+        text = ", ".join(f"{length:,} on {size}" for size, length in longest.items())
+        yield f"Longest sequence measured within {in_bytes(LIMIT)} per process: {text} processes."
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from support.commands import failure, run
 from support.models import tiny_gpt2, tiny_llama
 
 from hf_rfattn import mechanism_names, patch_model, results
-from hf_rfattn.bench import decode, loading
+from hf_rfattn.bench import decode, loading, measuring, timing
 from hf_rfattn.bench.decode import Decoder, cache_bytes
+from hf_rfattn.bench.measuring import Row, race
 from hf_rfattn.bench.settings import DecodeSettings
 from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, spread, threads
 from hf_rfattn.integration.cache import RecurrentLayer
@@ -95,6 +96,18 @@ def test_competitors_are_interleaved():
     again = []
     interleave(competitors, repetitions=5, warmup=2, clock=clock, after_each=again.append)
     assert again == finished
+
+
+def test_rows_that_do_not_fit_into_a_gpu_are_left_out(monkeypatch):
+    def too_large():
+        raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate 40 GiB")
+
+    monkeypatch.setattr(measuring, "synchroniser", lambda device: timing.nothing)
+    softmax, own = Row("softmax"), Row("favor+")
+    settings = DecodeSettings(device="cuda", repetitions=2)
+    found = race({softmax: Competitor(too_large), own: Competitor(timing.nothing)}, settings)
+    assert found.left_out == {softmax: "OutOfMemoryError: CUDA out of memory. Tried to allocate 40 GiB"}
+    assert found.times(own)["speed_over_softmax"] is None and "first_call_seconds" not in found.times(own)
 
 
 def test_warmup_is_not_counted():

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from support.documents import BASE, FAVOR, FMM, edit, make_checkpoint, measured_runs, task, write_results
+from support.documents import BASE, FMM, THIS, edit, make_checkpoint, measured_runs, speed, task, write_results
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import cite, make_card, write_card
-from hf_rfattn.hub.folder import CheckpointFolder
 from hf_rfattn.mechanisms import mechanism_names
 from hf_rfattn.results import checkpoint_fingerprint, in_bytes, number, times
 
@@ -24,7 +23,6 @@ def checkpoints(tmp_path_factory):
     top = tmp_path_factory.mktemp("checkpoints")
     make_checkpoint(top / "favor")
     make_checkpoint(top / "fmm", FMM, tokenizer=False)
-    make_checkpoint(top / "one", FAVOR, layers=[1])
     return top
 
 
@@ -128,6 +126,7 @@ def test_every_number_of_the_results_is_in_the_documents(measured):
     scores = [document["metrics"]["accuracy"]["value"] for document in tasks]
     allowed |= {f"{100 * score:.1f}" for score in scores} | {f"{100 * score / 0.6364:.1f}" for score in scores}
     allowed |= {times(document["samples_per_second"] / 131.9).split()[0] for document in tasks}
+    allowed.add(f"{100 * (0.6364 * (1 - 0.6364) / 1987) ** 0.5:.1f}")  # standard error
     labels = {str(value) for name in ("band.json", "favor.json") for value in documents[name]["attention"].values()}
     found = numbers_in(text)
     assert len(found) > 25
@@ -174,7 +173,7 @@ def test_another_budget_or_data_set_is_no_comparison(folder):
     write_results(
         folder,
         {
-            "favor.json": task(),
+            "favor.json": task(checkpoint=THIS),
             "longer.json": task("softmax", 0.81, budget={"epochs": 3}),
             "other.json": task("softmax", 0.82, dataset={"name": "x/y", "split": "test", "fingerprint": "1"}),
             "base.json": task("softmax", 0.83, model="google-bert/bert-base-uncased"),
@@ -203,19 +202,12 @@ def test_runs_of_other_seeds_are_shown_but_not_claimed(folder):
     card = make_card(folder)
     assert [result.metric_value for result in card.data.eval_results] == [0.5703]
     assert "| favor+, num_features=16 | 51.0 |" in str(card)
-    for name in runs:
-        edit(folder / "results" / name, lambda document: document.pop("checkpoint"))
-    with pytest.raises(ValueError, match=r"a\.json, b\.json: any of these runs may have made"):
-        make_card(folder)
 
 
-def test_results_of_other_options_or_layers_are_not_its_own(checkpoints, folder):
-    write_results(folder, {"a.json": task({"mechanism": "favor+", "num_features": 32}), "b.json": task("softmax", 0.6)})
-    assert "No accuracy was measured" in str(make_card(folder))
-    whole, one = CheckpointFolder(checkpoints / "favor"), CheckpointFolder(checkpoints / "one")
-    assert whole.holds({**FAVOR, "mechanism": "performer"}) and whole.holds({"layers": {"0": FAVOR, "1": FAVOR}})
-    assert not one.holds(FAVOR) and one.holds({"layers": {"1": FAVOR}})
-    assert one.holds({"layers": {"0": "softmax", "1": FAVOR}}) and not one.holds("softmax")
+def test_results_of_other_checkpoints_are_not_its_own(folder):
+    write_results(folder, {"a.json": task(checkpoint="0" * 64), "b.json": task("softmax", 0.6), "c.json": speed()})
+    text = str(make_card(folder))
+    assert "No accuracy was measured" in text and "No speed by length was measured" in text
 
 
 def test_without_results_it_claims_nothing(folder):
@@ -245,9 +237,8 @@ def test_links_are_replaced_not_followed(measured, tmp_path):
 
 
 def test_command(folder, tmp_path):
-    for name, document in measured_runs().items():
-        (tmp_path / "runs").mkdir(exist_ok=True)
-        (tmp_path / "runs" / name).write_text(json.dumps(document))
+    write_results(folder, measured_runs())
+    (folder / "results").rename(tmp_path / "runs")
     (tmp_path / "runs" / "decode.json").write_text(json.dumps({"kind": "bench decode"}))
     words = ["card", str(folder), "--results", str(tmp_path / "runs"), "--repo", "me/tiny"]
     result = CliRunner().invoke(app, words)

@@ -8,20 +8,12 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.documents import make_checkpoint, speed, task
+from support.documents import speed, task
 
 from hf_rfattn import attention_label, mechanism_names_in
-from hf_rfattn.hub.folder import CheckpointFolder
 from hf_rfattn.results import new_result, parse_result, read_results, results_fingerprint
 
 CARDS = Path(__file__).parents[1] / "model_cards"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint") / "favor"
-    make_checkpoint(folder)
-    return folder
 
 
 def test_what_the_package_writes_is_what_cards_read():
@@ -79,17 +71,15 @@ def test_any_document_is_read_or_refused(data):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_attention_is_compared_or_refused(checkpoint, data):
+def test_any_attention_is_named_or_refused(data):
     attention = data.draw(
         st.dictionaries(st.sampled_from(["mechanism", "far", "layers", "num_features"]), JSON | st.just("fmm"))
         | st.fixed_dictionaries({"layers": st.dictionaries(st.text(max_size=3) | st.just("0-1"), JSON)})
     )
     with contextlib.suppress(ValueError):
         result = parse_result(task(attention))
-        assert CheckpointFolder(checkpoint).holds(result.attention) in (True, False)
-        assert isinstance(attention_label(result.attention), str) and isinstance(
-            mechanism_names_in(result.attention), list
-        )
+        assert isinstance(attention_label(result.attention), str)
+        assert isinstance(mechanism_names_in(result.attention), list)
 
 
 @pytest.mark.parametrize(

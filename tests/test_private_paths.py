@@ -8,10 +8,10 @@ from pathlib import Path
 import convert
 import finetune_snli
 import pytest
+from support import sample
 from support.documents import edit, make_checkpoint, measured_runs, write_results
 from support.recipes import forget_processes, make_bert, make_gpt2, run_here
-from training import sample
-from training.options import RunOptions
+from training.session import in_session
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
@@ -19,7 +19,7 @@ from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.publish import publish
 from hf_rfattn.results import without_folders
 
-QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
+QUICK = {"data": sample.folder("snli"), "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
 SECRET = "project-x"
 NAME = "me/tiny"
 
@@ -45,7 +45,8 @@ def test_a_fine_tuned_model(inside, monkeypatch):
     words = ["--model", f"{SECRET}/bert", f"--output={SECRET}/out", "--tokenizer", f"./{SECRET}/bert"]
     command(monkeypatch, "finetune_snli.py", *words)
     result = run_here(
-        finetune_snli.SnliTask, RunOptions, model=f"{SECRET}/bert", tokenizer=f"./{SECRET}/bert", attention="favor+",
+        finetune_snli.SnliTask, finetune_snli.ClassificationOptions,
+        model=f"{SECRET}/bert", tokenizer=f"./{SECRET}/bert", attention="favor+",
         output=f"{SECRET}/out", **QUICK,
     )  # fmt: skip
     assert result["options"]["model"] == f"{SECRET}/bert"  # here, where the run can be made again
@@ -72,12 +73,11 @@ def test_a_converted_model(inside, monkeypatch):
     datasets.Dataset.from_list(sample.make("snli", "train")[:40]).to_parquet(folder / "train.parquet")
     command(monkeypatch, "convert.py", "--data", f"{SECRET}/texts")
     forget_processes()
-    convert.convert(
-        convert.ConvertOptions(
-            model=f"{SECRET}/bert", data=f"{SECRET}/texts", attention="hedgehog", columns=["premise"], steps=2,
-            batch_size=4, output=f"{SECRET}/out",
-        )
+    options = convert.ConvertOptions(
+        model=f"{SECRET}/bert", data=f"{SECRET}/texts", attention="hedgehog", columns=["premise"], steps=2,
+        batch_size=4, output=f"{SECRET}/out",
     )  # fmt: skip
+    in_session(options, "transfer", convert.convert)
     forget_processes()
     model = inside / SECRET / "out" / "model"
     assert json.loads((model / "results" / "transfer.json").read_text())["dataset"]["name"] == "texts"

@@ -78,9 +78,9 @@ class Race(NamedTuple):
 
     def times(self, row: Row) -> dict[str, Any]:
         """What a cell of a result says of a row."""
-        own, steps = self.seconds[row], self.competitors[row].steps
+        own, steps, softmax = self.seconds[row], self.competitors[row].steps, self.seconds.get(Row(SOFTMAX))
         found: dict[str, Any] = {"milliseconds": spread([1000 * s / steps for s in own])}
-        found["speed_over_softmax"] = rounded(median_ratio(self.seconds[Row(SOFTMAX)], own))
+        found["speed_over_softmax"] = None if softmax is None else rounded(median_ratio(softmax, own))
         return found | ({"first_call_seconds": rounded(self.first[row])} if row in self.first else {})
 
     def step_bytes(self, row: Row, device: str) -> int | None:
@@ -114,20 +114,22 @@ def measure_rounds(
 
 
 def race(competitors: Mapping[Row, Competitor], settings: Settings) -> Race:
-    """Time rows in turn, after a first call of each path that compiles or may not exist here."""
+    """Time rows in turn, after a first call of each path that compiles or may not exist here; on a GPU of all rows,
+    which may not fit in its memory.
+    """
     device, chosen = torch.device(settings.device), {}
     first: dict[Row, float] = {}
     left_out: dict[Row, str] = {}
     synchronise = synchroniser(device)
     for row, competitor in competitors.items():
         chosen[row] = _with_backend(competitor, BACKENDS[row.path])
-        if row.path != TORCH:
+        if row.path != TORCH or device.type != "cpu":
             seconds, reason = _first_call(chosen[row], row.path, device, synchronise)
-            if reason is None:
-                first[row] = seconds
-            else:
+            if reason is not None:
                 left_out[row] = reason
                 del chosen[row]
+            elif row.path != TORCH:
+                first[row] = seconds
     options: dict[str, Any] = {"warmup": WARMUP, "seed": settings.seed, "max_seconds": settings.max_seconds}
     times = interleave(chosen, settings.repetitions, **options, synchronise=synchronise)
     return Race(chosen, times, first, left_out)

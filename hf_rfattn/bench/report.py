@@ -13,7 +13,6 @@ from ..results import (
     DASH,
     SOFTMAX,
     Block,
-    Bullets,
     Image,
     Table,
     crossover_text,
@@ -73,9 +72,9 @@ def label_of(cell: Cell) -> str:
 
 def crossover(row: Sequence[Cell]) -> dict[str, Any]:
     """The break-even length of a row."""
-    lengths = [cell["length"] for cell in row]
-    length, interpolated = measured_crossover(lengths, [cell["speed_over_softmax"] or 0 for cell in row])
-    return {"length": length, "interpolated": interpolated, "lengths": lengths}
+    speeds = {cell["length"]: cell["speed_over_softmax"] for cell in row if cell["speed_over_softmax"]}
+    length, interpolated = measured_crossover(list(speeds), list(speeds.values()))
+    return {"length": length, "interpolated": interpolated, "lengths": [cell["length"] for cell in row]}
 
 
 def report(result: Document, name: str) -> list[Block]:
@@ -87,7 +86,7 @@ def report(result: Document, name: str) -> list[Block]:
         title = "Seconds of the first call, which compiles"
         blocks.append(_table(title, first, lambda cell: f"{cell['first_call_seconds']:.1f}"))
     reasons = dict.fromkeys(f"Not measured: {label_of(e)}: {e['reason']}" for e in result.get("left_out", ()))
-    return [*blocks, Bullets(list(reasons))] if reasons else blocks
+    return [*blocks, "\n".join(f"- {reason}" for reason in reasons)] if reasons else blocks
 
 
 def speed_table(result: Document, lengths: Sequence[int] = ()) -> Table:

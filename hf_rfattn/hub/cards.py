@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,9 +17,6 @@ from ..results import (
     DASH,
     RESULTS,
     Block,
-    Bullets,
-    Heading,
-    Paragraph,
     Result,
     Table,
     as_markdown,
@@ -73,7 +70,8 @@ def write_card(
 ) -> Path:
     """Write the model card, README.md, into a checkpoint's folder.
 
-    Results are read from its folder results/; paths in them shrink to names. `repo_id`: where it will be published.
+    Results are read from its folder results/; paths in them shrink to names. The card claims those whose `checkpoint`
+    is the fingerprint of this folder, and shows others beside them. `repo_id`: where it will be published.
     `base_model` and `license`: where results do not name them.
     """
     for path in (Path(folder) / RESULTS).glob("*.json"):
@@ -88,40 +86,21 @@ def make_card(
     """The card of this folder as it would be written now."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
-    alike = [result for result in results if checkpoint.holds(result.attention)]
-    own = _own([result for result in alike if result.kind == "task"], checkpoint)
+    found = [result for result in results if result.checkpoint == checkpoint.fingerprint]
+    own, timings, transfers = ([r for r in found if r.kind == kind] for kind in ("task", "speed", "transfer"))
     tasks = {result.measured_on for result in own}
     beside = [result for result in results if result.kind == "task" and result.measured_on in tasks]
-    timings = [r for r in alike if r.kind == "speed" and r.checkpoint in (None, checkpoint.fingerprint)]
-    transfers = [result for result in alike if result.kind == "transfer"]
-    used = [*own, *transfers, *timings]
     card = Card(
         folder=checkpoint,
         own=own,
         tables=make_tables(beside, lambda r: r.task, lambda r: (THIS if r in own else "") + label_of(r)),
         timings=timings,
         transfers=transfers,
-        base_model=base_model or next((result.model for result in used), None),
+        base_model=base_model or next((result.model for result in found), None),
         license=license or next((r.base_license for r in [*own, *transfers] if r.base_license), None),
         address=repo_id or checkpoint.path.resolve().name,
     )
     return ModelCard(f"---\n{_metadata(card).to_yaml()}\n---\n\n{as_markdown(_text(card))}")
-
-
-def _own(alike: Sequence[Result], folder: CheckpointFolder) -> list[Result]:
-    """One result for each task: the run that made this checkpoint."""
-    found = []
-    for task in dict.fromkeys(result.measured_on for result in alike):
-        same = [result for result in alike if result.measured_on == task]
-        named = [result for result in same if result.checkpoint == folder.fingerprint]
-        possible = named or [result for result in same if result.checkpoint is None]
-        if len(possible) > 1:
-            raise ValueError(
-                f"{', '.join(r.file for r in possible)}: any of these runs may have made {folder.path}. Give the one "
-                f'that did "checkpoint": "{folder.fingerprint}", or leave one file.'
-            )
-        found += possible
-    return found
 
 
 def _metadata(card: Card) -> ModelCardData:
@@ -167,44 +146,44 @@ def _text(card: Card) -> Iterator[Block]:
     tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
     done = "fine-tuned" if any("steps" in own.budget for own in card.own) else "evaluated"
     mechanisms = " and ".join(mechanism_names_in(card.folder.attention))
-    yield Heading(card.address.rpartition("/")[2], 1)
-    yield Paragraph(
+    yield f"# {card.address.rpartition('/')[2]}"
+    yield (
         f"{base} with its softmax attention replaced by {mechanisms} attention, using `hf_rfattn`"
         f"{f', {done} on {tasks}' if tasks else ''}."
         + ("" if card.license else " The licence of the base model is not recorded here; look it up before use.")
     )
-    yield Heading("Attention")
+    yield "## Attention"
     yield Table("", ["layers", "attention", "options"], list(_layer_rows(card.folder)))
-    yield Paragraph(
+    yield (
         f"Cross-attention: {'replaced' if spec.get('cross_attention') else 'softmax, if any'}. Random seed: "
         f"{spec.get('seed')}; random features are stored with the weights and are not drawn again on loading."
     )
-    yield Heading("How to load it")
-    yield Paragraph(LOADING.format(code="\n".join(_loading(card))))
-    yield Heading("Results")
+    yield "## How to load it"
+    yield LOADING.format(code="\n".join(_loading(card)))
+    yield "## Results"
     for transfer in card.transfers:
         yield from _transfer_table(transfer)
     for table in card.tables:
-        yield Heading(table.title, 3)
-        yield Paragraph(
+        yield f"### {table.title}"
+        yield (
             f"All rows have the same budget: {table.budget}. (chance) marks scores that are not clearly better than "
             "the best constant answer; the controls are `average` (no attention) and `band` (a window alone)."
         )
         yield details(table)
         controls = [row.control for row in table.rows]
         if missing := [control for control in CONTROLS if control not in controls]:
-            yield Paragraph(f"Not measured: {'; '.join(missing)}.")
+            yield f"Not measured: {'; '.join(missing)}."
     for speed in card.timings:
         yield from _speed_table(speed)
     for what, found in (("accuracy", card.tables), ("speed by length", card.timings)):
         if not found:
-            yield Paragraph(f"No {what} was measured with this checkpoint.")
-    yield Heading("How to reproduce")
-    yield Bullets([_origin(result) for result in used]) if used else Paragraph("No run is recorded.")
-    yield Paragraph(f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`.")
+            yield f"No {what} was measured with this checkpoint."
+    yield "## How to reproduce"
+    yield "\n".join(f"- {_origin(result)}" for result in used) or "No run is recorded."
+    yield f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`."
     if entries := cite(card.folder.attention):
-        yield Heading("Citations")
-        yield Paragraph("```bibtex\n" + "\n\n".join(entries) + "\n```")
+        yield "## Citations"
+        yield "```bibtex\n" + "\n\n".join(entries) + "\n```"
 
 
 def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
@@ -235,8 +214,8 @@ def _transfer_table(result: Result) -> Iterator[Block]:
     before, after = result.errors["before"], result.errors["after"]
     columns = zip(after["layers"], after["average"], before["overall"], after["overall"], strict=True)
     data = " ".join(f"`{result.dataset[key]}`" for key in ("name", "config", "split") if result.dataset.get(key))
-    yield Heading("Attention transfer", 3)
-    yield Paragraph(
+    yield "### Attention transfer"
+    yield (
         f"Error of attention outputs relative to softmax, by layer. Text, without labels: {data}; {settings}. On "
         f"{result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
     )
@@ -251,8 +230,8 @@ def _speed_table(speed: Result) -> Iterator[Block]:
         peaks = [timing.get(f"{who}_peak_bytes") for who in ("softmax", "patched")]
         cells = [number(1000 * softmax), number(1000 * patched), f"{number(softmax / patched, 3)} ×"]
         rows.append([f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)])
-    yield Heading("Speed and memory by length", 3)
-    yield Paragraph(f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}.")
+    yield "### Speed and memory by length"
+    yield f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}."
     headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
     yield Table("", headings, rows)
 

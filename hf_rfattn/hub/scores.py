@@ -223,8 +223,10 @@ def percent(value: float | None) -> str:
     return DASH if value is None else f"{100 * value:.1f} %"
 
 
-def score_and_speed(tables: Sequence[ScoreTable]) -> "Figure | None":
-    """A panel per task with its score against throughput; further rows of one mechanism have hollow marks."""
+def score_and_speed(tables: Sequence[ScoreTable], relative: bool = False) -> "Figure | None":
+    """A panel per task with its score against throughput, or both `relative` to softmax; further rows of one mechanism
+    have hollow marks.
+    """
     from matplotlib.figure import Figure
 
     from ..results.plots import line_style, title_and_legend
@@ -236,10 +238,14 @@ def score_and_speed(tables: Sequence[ScoreTable]) -> "Figure | None":
     lines = -(-len(tables) // columns)
     figure = Figure(figsize=(4.6 * columns + 0.6, 4.2 * lines + 0.7), layout="constrained")
     for i, table in enumerate(tables):
-        axes, unit, seen = figure.add_subplot(lines, columns, i + 1), 100 / (table.metric.scale or 100), set()
+        axes, seen = figure.add_subplot(lines, columns, i + 1), set()
+        unit = 100 if relative else 100 / (table.metric.scale or 100)
         for row in table.rows:
             if row.speed:
                 (score, spread), (speed, deviation) = row.score, row.speed
+                if relative:
+                    score, speed = row.over_softmax or math.nan, row.speed_over_softmax or math.nan
+                    spread = deviation = None
                 mechanism = next(iter(mechanism_names_in(row.runs[0].attention)), SOFTMAX)
                 style = {**line_style(mechanism), "linestyle": "none", "markersize": 8, "elinewidth": 0.8, "capsize": 2}
                 style["fillstyle"] = "none" if mechanism in seen else "full"
@@ -248,7 +254,9 @@ def score_and_speed(tables: Sequence[ScoreTable]) -> "Figure | None":
                 seen.add(mechanism)
         axes.margins(0.12)
         axes.grid(alpha=0.3)
-        axes.set(title=table.title, xlabel="samples per second", ylabel=table.metric_name)
+        names = ("speed-up over softmax", f"% of softmax's {table.metric_name}")
+        xlabel, ylabel = names if relative else ("samples per second", table.metric_name)
+        axes.set(title=table.title, xlabel=xlabel, ylabel=ylabel)
         axes.yaxis.set_inverted(table.metric.lower_is_better)
     title_and_legend(figure, "Score and speed: best at the top right")
     return figure

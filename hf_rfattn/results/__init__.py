@@ -27,10 +27,7 @@ from .fingerprint import RESULTS, checkpoint_fingerprint, results_fingerprint, w
 from .report import (
     DASH,
     Block,
-    Bullets,
-    Heading,
     Image,
-    Paragraph,
     Table,
     as_html,
     as_markdown,

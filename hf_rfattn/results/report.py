@@ -37,22 +37,6 @@ img {{ max-width: 100%; height: auto; }} p {{ max-width: 52rem; }}
 
 
 @dataclass(frozen=True)
-class Heading:
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True)
-class Paragraph:
-    text: str
-
-
-@dataclass(frozen=True)
-class Bullets:
-    items: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Table:
     """Columns with numbers are aligned to the right, unless `aligned` is False."""
 
@@ -78,7 +62,7 @@ class Image:
     draw: "Callable[[], Figure]"
 
 
-Block = Heading | Paragraph | Bullets | Table | Image
+Block = str | Table | Image  # text is Markdown
 
 
 def as_markdown(blocks: Iterable[Block], image: Callable[[str], str] = str) -> str:
@@ -93,12 +77,8 @@ def as_markdown(blocks: Iterable[Block], image: Callable[[str], str] = str) -> s
 
 
 def _markdown(block: Block, image: Callable[[str], str]) -> str:
-    if isinstance(block, Heading):
-        return f"{'#' * block.level} {block.text}"
-    if isinstance(block, Paragraph):
-        return block.text
-    if isinstance(block, Bullets):
-        return "\n".join(f"- {item}" for item in block.items)
+    if isinstance(block, str):
+        return block
     if isinstance(block, Image):
         return f"![{block.what}]({image(block.name)})"
     rule = ["---:" if block.aligned and numbers else "---" for numbers in block.has_numbers]

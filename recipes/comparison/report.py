@@ -7,9 +7,7 @@ from pathlib import Path
 from hf_rfattn.hub.scores import ScoreTable, details, make_tables, overview, score_and_speed
 from hf_rfattn.results import (
     Block,
-    Heading,
     Image,
-    Paragraph,
     Result,
     as_html,
     as_markdown,
@@ -57,11 +55,11 @@ def options_of(tables: Sequence[ScoreTable]) -> str:
 
 def write_report(title: str, tables: Sequence[ScoreTable], folder: Path) -> list[Path]:
     """report.html, and report.md with its plot."""
-    blocks: list[Block] = [Heading(title, 1), Paragraph(INTRODUCTION), overview(tables), Paragraph(options_of(tables))]
+    blocks: list[Block] = [f"# {title}", INTRODUCTION, overview(tables), options_of(tables)]
     if figure := score_and_speed(tables):
         blocks.append(Image("pareto.png", "Score against speed, one panel per task", lambda: figure))
     for table in tables:
-        blocks += [Heading(table.title), Paragraph(f"{table.budget}."), details(table)]
+        blocks += [f"## {table.title}", f"{table.budget}.", details(table)]
     write_images(blocks, folder)
     (folder / "report.md").write_text(as_markdown(blocks), encoding="utf-8")
     (folder / "report.html").write_text(as_html(title, blocks), encoding="utf-8")

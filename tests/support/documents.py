@@ -7,10 +7,11 @@ import torch
 import transformers
 
 import hf_rfattn
-from hf_rfattn.results import SCHEMA_VERSION, write_result
+from hf_rfattn.results import SCHEMA_VERSION, checkpoint_fingerprint, write_result
 
 FAVOR = {"mechanism": "favor+", "num_features": 16}
 FMM = {"mechanism": "fmm", "bandwidth": 4, "far": ["elu"]}
+THIS = "this"
 BASE = "sentence-transformers/paraphrase-MiniLM-L3-v2"
 HARDWARE = {"device": "cpu", "cpu": "Test CPU", "cores": 2, "threads": 2, "memory_bytes": 2**33, "gpu": None}
 
@@ -73,12 +74,12 @@ def speed(attention=FAVOR, **changes):
 def measured_runs():
     """This model, softmax of the same budget, the controls, another mechanism, and timings."""
     return {
-        "favor.json": task(),
+        "favor.json": task(checkpoint=THIS),
         "softmax.json": task("softmax", 0.6364, samples_per_second=131.9),
         "band.json": task({"mechanism": "band", "bandwidth": 16}, 0.5411),
         "average.json": task({"mechanism": "average"}, 0.4793),
         "hedgehog.json": task({"mechanism": "hedgehog"}, 0.6017),
-        "speed.json": speed(),
+        "speed.json": speed(checkpoint=THIS),
     }
 
 
@@ -102,8 +103,10 @@ def make_checkpoint(folder: Path, attention=FAVOR, tokenizer=True, **patching):
 
 
 def write_results(folder: Path, documents):
+    """Those whose checkpoint is THIS belong to the model in the folder."""
     for name, document in documents.items():
-        write_result(document, folder / "results" / name)
+        own = {"checkpoint": checkpoint_fingerprint(folder)} if document.get("checkpoint") == THIS else {}
+        write_result({**document, **own}, folder / "results" / name)
 
 
 def edit(path: Path, change):
