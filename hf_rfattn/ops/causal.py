@@ -272,7 +272,7 @@ class _CausalAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # for second derivatives
             return None, *gradients_of(_attention, arguments, [gradient, d_log_d, d_log_scale, d_outer, d_total])
         q, k, v, phi_q, phi_k, key_mask, segments, _ = arguments
-        queries, keys, dv = FeatureGradients(phi_q, q), FeatureGradients(phi_k, k), torch.empty_like(v)
+        queries, keys, dv = FeatureGradients(phi_q, q), FeatureGradients(phi_k, k), None
         log_d = log_d.masked_fill(log_d == -torch.inf, torch.inf)  # no weight
         for number, (rows, exact) in reversed(list(enumerate(ctx.blocks))):
             g, u, o, log, d_log = (z[:, :, rows].to(log_d.dtype) for z in (gradient, v, out, log_d, d_log_d))
@@ -288,7 +288,7 @@ class _CausalAttention(torch.autograd.Function):
                 shift = torch.linalg.vecdot(g, o).unsqueeze(-1) - d_log
                 found = _backward(tiles, Sums(*state), g, shift, log, d_outer, d_total)
             d_lx, d_ly, du, d_outer, d_total = found
-            dv = filled(dv, rows, du)
+            dv = filled(dv, rows, du, v)
             queries.pull(d_lx)
             keys.pull(d_ly)
         d_masks = None, None if segments is None else (None, None)

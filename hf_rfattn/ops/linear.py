@@ -294,7 +294,7 @@ class _PositiveAttention(torch.autograd.Function):
             return None, *gradients_of(_attention, arguments, [gradient])
         q, k, v, phi_q, phi_k, key_mask = arguments
         dtype, heads, kv_heads = mass.dtype, q.shape[1], k.shape[1]
-        queries, keys, dv = FeatureGradients(phi_q, q), FeatureGradients(phi_k, k), torch.empty_like(v)
+        queries, keys, dv = FeatureGradients(phi_q, q), FeatureGradients(phi_k, k), None
         d_mean, d_mass = torch.zeros_like(mean), torch.zeros_like(mass)
         size = block_size(q, phi_q.size)
         for rows in (slice(start, start + size) for start in range(0, q.shape[2], size)):
@@ -312,14 +312,15 @@ class _PositiveAttention(torch.autograd.Function):
                 log = log.masked_fill(~key_mask[:, None, rows, None], -torch.inf)
             weights = exp_of_difference(log, mass)
             keys.pull((v[:, :, rows].to(dtype) @ d_mean.mT).sub_(shift).mul_(weights))
-            dv = filled(dv, rows, weights @ d_mean)
+            dv = filled(dv, rows, weights @ d_mean, v)
         return None, *tree_leaves((queries.d_tokens, keys.d_tokens, dv, queries.d_phi(), keys.d_phi(), None))
 
 
-def filled(whole: Tensor, rows: slice, block: Tensor) -> Tensor:
-    """A tensor with some of its positions taken from a block; one that is all of it is not copied."""
-    if block.shape[2] == whole.shape[2]:
-        return block.to(whole.dtype)
+def filled(whole: Tensor | None, rows: slice, block: Tensor, like: Tensor) -> Tensor:
+    """A tensor like another one, with some of its positions taken from a block; one that is all of it is not copied."""
+    if block.shape[2] == like.shape[2]:
+        return block.to(like.dtype)
+    whole = torch.empty_like(like) if whole is None else whole
     whole[:, :, rows] = block
     return whole
 
@@ -329,7 +330,8 @@ class FeatureGradients:
 
     def __init__(self, phi: FeatureFunction, tokens: Tensor):
         learned = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in phi.tensors]
-        self.phi, self.tokens, self.d_tokens = phi._replace(tensors=tuple(learned)), tokens, torch.empty_like(tokens)
+        self.phi, self.tokens = phi._replace(tensors=tuple(learned)), tokens
+        self.d_tokens: Tensor | None = None
         self.learned = {i: x for i, x in enumerate(learned) if x is not None and x.requires_grad}
         self.d_learned: list[Tensor | None] = [None] * len(learned)
 
@@ -355,7 +357,7 @@ class FeatureGradients:
                 total = self.d_learned[i]
                 self.d_learned[i] = new if total is None else total + new
         dx = torch.zeros_like(x) if dx is None else dx  # φ may not depend on tokens
-        self.d_tokens = filled(self.d_tokens, self.rows, dx)
+        self.d_tokens = filled(self.d_tokens, self.rows, dx, self.tokens)
 
     def d_phi(self) -> FeatureFunction:
         """Gradients in the places of the tensors they belong to, and None in all other places."""
