@@ -37,7 +37,7 @@ COMMANDS = [
     ["unpatch", "random", "-o", "back"],
     ["card", "patched", "--repo", "me/name"],
     ["publish", "patched", "--repo", "me/name", "--dry-run"],
-    ["bench", "ops", *QUICK_OPS, "--lengths", "32,64", "--features", "8", "--dtypes", "float32"],
+    ["bench", "ops", *QUICK_OPS, "--lengths", "32,64", "--features", "8", "--dtype", "float32"],
     ["study", "time", "--help"],
 ]
 

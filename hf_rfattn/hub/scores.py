@@ -70,11 +70,13 @@ class ScoreTable:
         data = " ".join(filter(None, [first.dataset["name"], first.dataset.get("config")]))
         budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
         seeds = sorted({run.seed for row in self.rows for run in row.runs})
-        share = self.metric.value / self.metric.scale if self.metric.scale else 0
-        error = f" (standard error {100 * math.sqrt(share * (1 - share) / self.metric.n):.1f})"
+        error = ""
+        if first.main_metric == "accuracy" and self.metric.scale:
+            share = self.metric.value / self.metric.scale
+            error = f" (standard error {100 * math.sqrt(share * (1 - share) / self.metric.n):.1f})"
         return (
             f"{first.model} on {data}, {self.metric.n:,} {unit} of {first.dataset['split']}"
-            f"{error if first.main_metric == 'accuracy' else ''}; {budget}; "
+            f"{error}; {budget}; "
             f"seeds {', '.join(map(str, seeds))}; {first.machine}, torch {first.versions['torch']}"
         )
 
