@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.models import tiny_bert
 
-from hf_rfattn.cli.errors import EXTRAS
+from hf_rfattn.cli.command_line import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 CODE = """

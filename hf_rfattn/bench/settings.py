@@ -20,20 +20,20 @@ class Settings:
     """What all benchmarks share."""
 
     attention: Sequence[str] = setting(
-        ATTENTION, "A mechanism of `hf-rfattn list`, or several between commas. Softmax is always measured."
+        ATTENTION, "Mechanisms, separated by commas; `hf-rfattn list` shows all. Softmax is always measured."
     )
     paths: Sequence[str] = setting(
         (),
-        "Of torch, compiled (by torch.compile) and fused (GPU kernels). Default: torch on a CPU, all on a GPU.",
+        "Implementations: torch, compiled (torch.compile), fused (GPU kernels). [default: torch; on a GPU all]",
         choices={name: name for name in PATHS},
     )
-    device: str = setting("cpu", "As torch names it: cpu, cuda, cuda:1.")
-    dtype: str = setting("", "float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on a GPU.")
-    batch: int = setting(1, "Sequences at once.", min=1)
-    repetitions: int = setting(8, "Of each measurement; the median counts.", min=1)
-    max_seconds: float = setting(1.0, "For all repetitions of one measurement; slower ones get fewer.", min=0)
-    threads: int | None = setting(None, "Number of torch threads; torch's default if not given.", min=1)
-    seed: int = setting(0, "Random seed of weights, inputs and random features.")
+    device: str = setting("cpu", "Device, such as cpu or cuda:1.")
+    dtype: str = setting("", "float32, bfloat16 or float16. [default: float32; on a GPU bfloat16]")
+    batch: int = setting(1, "Batch size.", min=1)
+    repetitions: int = setting(8, "Number of repetitions; results are medians.", min=1)
+    max_seconds: float = setting(1.0, "Time limit per measurement; slow ones are repeated less often.", min=0)
+    threads: int | None = setting(None, "Number of torch threads. [default: that of torch]", min=1)
+    seed: int = setting(0, "Random seed.")
 
     def __post_init__(self) -> None:
         on_cpu = self.device.startswith("cpu")
@@ -45,14 +45,14 @@ class Settings:
 class OpsSettings(Settings):
     """Of one attention layer."""
 
-    lengths: Sequence[int] = setting((128, 512, 1024, 2048, 4096, 8192, 16384), "Tokens.")
-    features: Sequence[int] = setting((64,), "Random features M, for mechanisms that let one choose.")
-    directions: Sequence[bool] = setting((False, True), "Of bidirectional and causal.", choices=DIRECTIONS)
+    lengths: Sequence[int] = setting((128, 512, 1024, 2048, 4096, 8192, 16384), "Sequence lengths.")
+    features: Sequence[int] = setting((64,), "Numbers of random features, for mechanisms with that option.")
+    directions: Sequence[bool] = setting((False, True), "bidirectional, causal or both.", choices=DIRECTIONS)
     passes: Sequence[bool] = setting(
-        (False, True), "Of forward (no gradients) and training (forward and backward).", choices=PASSES
+        (False, True), "forward (inference), training (forward and backward) or both.", choices=PASSES
     )
-    heads: int = setting(12, "Heads of the layer.", min=1)
-    head_dim: int = setting(64, "Size of a head.", min=1)
+    heads: int = setting(12, "Number of heads.", min=1)
+    head_dim: int = setting(64, "Head size.", min=1)
 
 
 @dataclass(kw_only=True)
@@ -60,23 +60,23 @@ class ModelSettings(Settings):
     """Of a whole model."""
 
     attention: Sequence[str] = setting(
-        (), "Mechanisms, between commas. Default: a patched checkpoint as it was saved, otherwise favor+."
+        (), "Mechanisms, separated by commas. [default: that of a patched model, or favor+]"
     )
-    model: str = setting("bert", "A folder, a model on the Hub, or bert or gpt2 for random weights in that shape.")
-    base_model: str | None = setting(None, "What to call the model in results; cards want its name on the Hub.")
-    lengths: Sequence[int] = setting((128, 512, 1024, 2048), "Tokens of each input.")
+    model: str = setting("bert", "A folder, a name on the Hub, or bert or gpt2 (random weights).")
+    base_model: str | None = setting(None, "Name of the model in results and model cards.")
+    lengths: Sequence[int] = setting((128, 512, 1024, 2048), "Sequence lengths.")
     passes: Sequence[bool] = setting(
-        (False, True), "Of forward (no gradients) and training (a step of AdamW).", choices=PASSES
+        (False, True), "forward (inference), training (a step of AdamW) or both.", choices=PASSES
     )
-    repetitions: int = setting(6, "Of each measurement; the median counts.", min=1)
-    max_seconds: float = setting(5.0, "For all repetitions of one measurement; slower ones get fewer.", min=0)
+    repetitions: int = setting(6, "Number of repetitions; results are medians.", min=1)
+    max_seconds: float = setting(5.0, "Time limit per measurement; slow ones are repeated less often.", min=0)
 
 
 @dataclass(kw_only=True)
 class DecodeSettings(Settings):
     """Of generation."""
 
-    model: str = setting("gpt2", "A folder, a model on the Hub, or gpt2 for random weights in that shape.")
-    contexts: Sequence[int] = setting((1024, 4096, 16384), "Tokens in the cache before those that are timed.")
-    tokens: int = setting(4, "Timed in each repetition.", min=1)
-    max_seconds: float = setting(10.0, "For all repetitions of one measurement; slower ones get fewer.", min=0)
+    model: str = setting("gpt2", "A folder, a name on the Hub, or gpt2 (random weights).")
+    contexts: Sequence[int] = setting((1024, 4096, 16384), "Context lengths: tokens in the cache at the start.")
+    tokens: int = setting(4, "Tokens to generate and time in each repetition.", min=1)
+    max_seconds: float = setting(10.0, "Time limit per measurement; slow ones are repeated less often.", min=0)
