@@ -2,9 +2,10 @@
 
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -21,6 +22,11 @@ EXTRAS = {
 }
 
 
+def _show_warning(message: Warning | str, *where: Any) -> None:
+    """Without the place in the code."""
+    typer.echo(f"hf-rfattn: Warning: {message}", err=True)
+
+
 def example_of(words: str) -> str:
     """The end of a command's help; the first character keeps the line breaks."""
     return f"\b\nExample:\n  hf-rfattn {words}"
@@ -28,9 +34,11 @@ def example_of(words: str) -> str:
 
 @contextmanager
 def errors_without_traceback() -> Iterator[None]:
-    """User errors become one line and exit code 2; Ctrl-C becomes one line, with its own message, and exit code 130."""
+    """User errors become one line and exit code 2; Ctrl-C one line, with its own message, and exit code 130."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         message, code = str(error), 2

@@ -242,8 +242,8 @@ def _state(output: Path, before: dict[str, Any] | None, settings: dict[str, Any]
     for name, value in settings.items():
         if before is not None and before.get(name) != value:
             raise ValueError(
-                f"{output} holds an unfinished conversion with {name} {before.get(name)!r}, not {value!r}. Run the same "
-                "command to resume it, or choose another --output."
+                f"{output} holds an unfinished conversion with {name} {before.get(name)!r}, not {value!r}. Run the "
+                "same command to resume it, or choose another --output."
             )
     check_alike(settings=settings)  # and wait: from here on the folder is not empty
     if process_rank() == 0:

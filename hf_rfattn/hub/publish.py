@@ -41,7 +41,7 @@ ADVICE = {  # by HTTP status
     401: "The token may be mistyped, expired or revoked: run `hf auth login`.",
     403: "Use a token with write permission, and a name under your own account or an organisation you may write to.",
 }
-AGAIN = "If no commit was made, readers see no change. Run again to go on: what is already uploaded is not sent twice."
+AGAIN = "If no commit was made, the repository is unchanged. Run again to resume; uploaded files are skipped."
 
 
 class PublishError(OSError):
