@@ -199,7 +199,7 @@ def test_patching_twice_replaces():
         ({0: "favor+"}, {"num_features": 3}, "already says which layers"),
         ({0: "favor+", "0-1": "rff"}, {}, "named twice"),
         ({"0-1": "softmax"}, {}, "No layer was chosen"),
-        ({"0-1": 3}, {}, "a name or a config"),
+        ({"0-1": 3}, {}, "a name, a config"),
         ("rff", {"num_features": 3}, "odd"),
     ],
 )

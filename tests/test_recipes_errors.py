@@ -38,7 +38,7 @@ def refused(capsys, recipe, output, **fields):
          "lengthen its position table with --extend-positions tile"),
         ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
         ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
-        ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be a whole number"),
+        ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be an integer"),
         ({"attention": "favor+", "layers": "0-7"}, "There is no layer 2; this model has layers 0-1"),
         ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
         ({"attention": "linear", "transfer_steps": 3}, "no parameters to teach"),
