@@ -242,7 +242,7 @@ def change_spec(**changes):
     [
         (change_spec(format=2), "format 2 of hf_rfattn; this version reads up to 1"),
         (change_spec(format=None), "no format version"),
-        (change_spec(layers={"0-1": {"mechanism": "their-own"}}), "Unknown attention 'their-own'.*import the package"),
+        (change_spec(layers={"0-1": {"mechanism": "their-own"}}), "Unknown attention 'their-own'.*import that package"),
         (change_spec(layers={"0-9": {"mechanism": "favor+"}}), "patches layer 2, which this model does not have"),
         (change_spec(layers={"0-1": {"mechanism": "favor+", "num_features": 99}}), "ignore_mismatched_sizes"),
         (change_spec(layers={"0-1": {"mechanism": "favor+", "hadamard": 1}}), "no option 'hadamard'"),
