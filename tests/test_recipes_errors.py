@@ -39,7 +39,7 @@ def refused(capsys, recipe, output, **fields):
         ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
         ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
         ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be an integer"),
-        ({"attention": "favor+", "layers": "0-7"}, "There is no layer 2; this model has layers 0-1"),
+        ({"attention": "favor+", "layers": "0-7"}, "This model has no layer 2; its layers are 0-1"),
         ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
         ({"attention": "linear", "transfer_steps": 3}, "no parameters to teach"),
         ({"attention": "hedgehog", "distill": "self"}, "has no head for this task"),
