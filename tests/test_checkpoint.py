@@ -249,9 +249,9 @@ def change_spec(**changes):
         (change_spec(layers={"0-1": {"mechanism": "fmm"}}), "mechanism tensors"),
         (change_spec(layers={"0": {"mechanism": "favor+"}}), "contains, unknown to its config,"),
         (change_spec(layers={}), "which layers are patched"),
-        (change_spec(layers={"0-99999999999": {"mechanism": "favor+"}}), "beyond"),
-        (change_spec(seed="7"), "whole seed"),
-        (lambda c: c.update(rfattn=[1]), "must be a document"),
+        (change_spec(layers={"0-99999999999": {"mechanism": "favor+"}}), "10000 or more"),
+        (change_spec(seed="7"), "integer seed"),
+        (lambda c: c.update(rfattn=[1]), "must be a JSON object"),
     ],
 )
 def test_documents_that_make_no_sense(saved, change, message):

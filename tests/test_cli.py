@@ -226,7 +226,7 @@ def test_patch_for_longer_inputs_refuses(bert, llama, tmp_path):
     assert "Unknown method" in run(
         "patch", bert, "favor+", *target, "--max-length", "99", "--positions", "slide", code=2
     )
-    assert "64 tokens already" in run("patch", bert, "favor+", *target, "--max-length", "9", code=2)
+    assert "already has positions for 64 tokens" in run("patch", bert, "favor+", *target, "--max-length", "9", code=2)
     assert "rotary" in run("patch", llama, "favor+", *target, "--max-length", "4096", code=2)
     assert not (tmp_path / "new").exists()
 
