@@ -169,7 +169,7 @@ def global_attention(
 
 
 def beyond_band(positions: Tensor, index: Tensor, bandwidth: int, causal: bool) -> Tensor:
-    """True where the queries at `positions` `[L]` see the keys at `index` `[B, L or 1, N]` (-1: none) beyond the band."""
+    """True where queries at `positions` `[L]` see the keys at `index` `[B, L or 1, N]` (-1: none) beyond the band."""
     distance = positions[None, :, None] - index
     present = (index >= 0) & (distance.abs() > bandwidth)
     return present & (distance >= 0) if causal else present
