@@ -325,7 +325,7 @@ def test_reasons(gpu, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(backend, "DEVICES", ("cpu",))
     some_call()
-    assert backend.decisions["linear"] == "heads are smaller than 16"
+    assert backend.decisions["linear"] == "the head size is below 16"
     monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     some_call()
