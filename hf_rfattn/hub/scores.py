@@ -241,7 +241,8 @@ def score_and_speed(tables: Sequence[ScoreTable], relative: bool = False) -> "Fi
     lines = -(-len(tables) // columns)
     figure = Figure(figsize=(4.6 * columns + 0.6, 4.2 * lines + 0.7), layout="constrained")
     for i, table in enumerate(tables):
-        axes, seen = figure.add_subplot(lines, columns, i + 1), set()
+        shared = figure.axes[0] if relative and i else None
+        axes, seen = figure.add_subplot(lines, columns, i + 1, sharey=shared), set()
         unit = 100 if relative else 100 / (table.metric.scale or 100)
         for row in table.rows:
             if row.speed:
@@ -257,7 +258,7 @@ def score_and_speed(tables: Sequence[ScoreTable], relative: bool = False) -> "Fi
                 seen.add(mechanism)
         axes.margins(0.12)
         axes.grid(alpha=0.3)
-        names = ("speed-up over softmax", f"% of softmax's {table.metric_name}")
+        names = ("speed-up over softmax", f"% of softmax's {table.metric_name.removesuffix(' (%)')}")
         xlabel, ylabel = names if relative else ("samples per second", table.metric_name)
         axes.set(title=table.title, xlabel=xlabel, ylabel=ylabel)
         axes.yaxis.set_inverted(table.metric.lower_is_better)
