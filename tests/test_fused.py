@@ -25,6 +25,7 @@ from hf_rfattn.bench import decode, gpu_prediction, model, ops
 from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
+from hf_rfattn.install import install_command
 from hf_rfattn.ops import backend, fused, multipole
 
 
@@ -332,7 +333,7 @@ def test_reasons(gpu, monkeypatch):
     assert "triton is not installed" in backend.decisions["linear"]
     monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "fla" else name)
     some_call(causal=True)
-    assert "pip install 'hf-rfattn[gpu]'" in backend.decisions["causal"]
+    assert install_command("gpu") in backend.decisions["causal"]
     build(("favor+", {}))(*draw_qkv(20))
     assert backend.decisions["linear"] == "torch.float64 is not supported"
 

@@ -19,6 +19,7 @@ RECIPES = PACKAGE.parent / "recipes"
 
 # From below to above. A module belongs to the longest name here that its own begins with.
 ROOMS = [
+    "install",
     "results",
     "import_hook",
     "ops",

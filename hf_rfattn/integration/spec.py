@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..install import install_command
 from ..mechanisms import MechanismConfig, resolve_config
 from ..mechanisms.config import check_nesting
 from .names import SPEC
@@ -40,8 +41,8 @@ class PatchSpec:
         version, layers, cross, seed, softmax = map(document.get, _KEYS)
         if type(version) is int and version > FORMAT:
             raise ValueError(
-                f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. "
-                "Upgrade: pip install --upgrade hf-rfattn."
+                f"This checkpoint has format {version} of hf_rfattn; this version reads up to {FORMAT}. Install a "
+                f"newer version: {install_command()}."
             )
         possible = ", ".join(SOFTMAX_NAMES)  # no kernels from the Hub, which transformers would download
         for right, problem in (

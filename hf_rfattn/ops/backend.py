@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..install import install_command
 from .tiles import traced
 
 BACKENDS = ("auto", "torch", "fused")
@@ -72,7 +73,7 @@ def missing(operator: str) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed; it comes with GPU builds of torch"
     if operator == "causal" and find_spec("fla") is None:
-        return "flash-linear-attention is not installed: pip install 'hf-rfattn[gpu]'"
+        return f"flash-linear-attention is not installed; run {install_command('gpu')}"
     return None
 
 
