@@ -297,7 +297,7 @@ def test_only_the_report(stand_in, tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         compare(tmp_path / "no-such.yaml", output=tmp_path / "empty", report_only=True)
-    assert stop.value.code == 2 and "holds no results of a comparison" in capsys.readouterr().err
+    assert stop.value.code == 2 and "contains no results of a comparison" in capsys.readouterr().err
 
 
 def test_the_demo_ends_with_a_table_a_report_and_what_comes_next(stand_in, bert, capsys):

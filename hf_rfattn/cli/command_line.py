@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import typer
 
+from ..install import install_command
+
 Choice = TypeVar("Choice")
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -22,7 +24,7 @@ EXTRAS = {
 }
 
 
-def _show_warning(message: Warning | str, *where: Any) -> None:
+def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
     """Without the place in the code."""
     typer.echo(f"hf-rfattn: Warning: {message}", err=True)
 
@@ -43,7 +45,7 @@ def errors_without_traceback() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         message, code = str(error), 2
         if package in EXTRAS:
-            message = f"This needs the package {package}: pip install 'hf-rfattn[{EXTRAS[package]}]'"
+            message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
     except (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError) as error:
         message, code = str(error), 2
     except KeyboardInterrupt as interrupt:
