@@ -296,7 +296,7 @@ def test_the_global_generator_is_left_alone(gpt2):
     [
         (("--contexts", "many"), "--contexts 'many' must be whole numbers such as 1024,4096"),
         (("--contexts", "1"), "at least 2 tokens"),
-        (("--contexts", "160"), "This gpt2 has 160 positions, too few for 164 tokens"),
+        (("--contexts", "160"), "This gpt2 model has 160 positions, too few for 164 tokens"),
         (("--paths", "slow"), "--paths 'slow' is not possible; choose from torch, compiled, fused."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--dtype", "float8"), "Unknown dtype 'float8'; choose one of float32, bfloat16, float16."),
