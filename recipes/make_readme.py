@@ -48,7 +48,6 @@ from hf_rfattn.study import study_class
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
-COMPARED = ("long_reviews",)  # comparisons that the README shows
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer", benchmark_report),
@@ -90,11 +89,18 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
-    """All tasks at a glance, of the comparisons that the README shows."""
-    for folder, title, tables in compared(documents):
-        if folder in COMPARED:
-            yield f"**{title}**, measured on {tables[0].first.machine} per process:"
-            yield overview(tables)
+    """Long inputs at a glance: a column for each model and task, a row for each mechanism."""
+    reviews = [table for folder, _, found in compared(documents) if folder == "long_reviews" for table in found]
+    tables = [*retrieval_tables(documents), *(table for table in reviews if table.first.budget["max_length"] == 2048)]
+    brief = [replace(table, rows=[replace(row, label=in_brief(row)) for row in table.rows]) for table in tables]
+    if brief:
+        yield overview(brief)
+
+
+def in_brief(row: Row) -> str:
+    """Its mechanism without options, and whether that has learnt from softmax."""
+    name = next(iter(mechanism_names_in(row.runs[0].attention)), SOFTMAX)
+    return f"{name}, after attention transfer" if row.runs[0].document.get("transfer") else name
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
@@ -159,12 +165,7 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
 def retrieval_tables(documents: Documents) -> list[ScoreTable]:
     """Embedding models on long documents."""
     found = [parse_result(each, name) for name, each in documents.items() if re.match(r"embeddings/\w+_2048_", name)]
-    return make_tables(found, lambda result: f"{result.model.partition('/')[2]}, 2,048 tokens")
-
-
-def retrieval(documents: Documents, results: str) -> Iterator[Block]:
-    """The table of one embedding model."""
-    yield from score_tables(retrieval_tables(documents)[-1:], documents)
+    return make_tables(found, lambda result: f"retrieval, {result.model.partition('/')[2]}")
 
 
 def tradeoff(documents: Documents, results: str) -> Iterator[Block]:
@@ -175,11 +176,10 @@ def tradeoff(documents: Documents, results: str) -> Iterator[Block]:
         for row in table.rows:
             cell = benched.get((table.first.model, 2048, row.attention), {}).get(False)
             if cell and (row.over_softmax or 0) > 0.9:  # others would stretch the axis
-                name = next(iter(mechanism_names_in(row.runs[0].attention)), SOFTMAX)
-                label = f"{name}, after attention transfer" if row.runs[0].document.get("transfer") else name
                 speed = {"speed": (cell["samples_per_second"], None), "speed_over_softmax": cell["speed_over_softmax"]}
-                rows.append(replace(row, label=label, **speed))
-        drawn += [replace(table, rows=rows)] if rows else []
+                rows.append(replace(row, label=in_brief(row), **speed))
+        title = f"{table.first.model.partition('/')[2]}, 2,048 tokens"
+        drawn += [replace(table, title=title, rows=rows)] if rows else []
     if drawn:
         yield Image("embeddings/tradeoff.png", "Score and speed-up", lambda: score_and_speed(drawn, relative=True))
 
@@ -255,7 +255,8 @@ def speed(documents: Documents, results: str) -> Iterator[Block]:
     for name, document in documents.items():
         if document["kind"] == "bench ops" and "/" not in name:
             yield f"**One attention layer**: speed over softmax by length, on {measured_on(document)}."
-            yield speed_table(document, SHOWN_LENGTHS)
+            table = speed_table(document, SHOWN_LENGTHS)
+            yield replace(table, title="", rows=[row for row in table.rows if row[1] != "average"])
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
@@ -371,10 +372,7 @@ PLOTS = {  # of the gallery, and their data
     "mrf": ("studies/mrf_error.png", "studies/mrf.json"),
 }
 PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
-    Path("README.md"): (
-        f"{RESULTS}/",
-        {"picture": tradeoff, "retrieval": retrieval, "accuracy": scores, "speed": speed},
-    ),
+    Path("README.md"): (f"{RESULTS}/", {"picture": tradeoff, "accuracy": scores, "speed": speed}),
     RESULTS / "README.md": (
         "",
         {

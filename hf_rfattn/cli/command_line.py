@@ -24,9 +24,10 @@ EXTRAS = {
 }
 
 
-def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """Without the place in the code."""
-    typer.echo(f"hf-rfattn: Warning: {message}", err=True)
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Without the line of code; warnings for developers are left out."""
+    if issubclass(category, UserWarning):
+        typer.echo(f"hf-rfattn: Warning: {message}", err=True)
 
 
 def example_of(words: str) -> str:
