@@ -237,6 +237,6 @@ def test_patch_and_unpatch_refuse(bert, tmp_path):
     assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("mine")
-    assert "exists already" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
+    assert "already exists" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
     assert "is not patched" in run("unpatch", bert, "-o", tmp_path / "b", code=2)
     assert "no folder" in failure("unpatch", tmp_path / "nowhere", "-o", tmp_path / "b")

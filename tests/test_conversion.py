@@ -210,7 +210,7 @@ def test_mistakes_are_told():
         (("favor+", batches), "nothing to train.*trainable=True"),
         (("hedgehog", ["some", "texts"]), "give their tokenizer"),
         (("hedgehog", []), "empty"),
-        (("hedgehog", iter(batches)), "came to an end after 2 steps.*a list or DataLoader"),
+        (("hedgehog", iter(batches)), "ended after 2 steps.*a list or DataLoader"),
     ]:
         with pytest.raises(ValueError, match=message):
             convert(model, *arguments, steps=5, progress=False)
