@@ -29,7 +29,7 @@ def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
 
 
 def mechanism_names_in(attention: Any) -> list[str]:
-    """Return the names of the mechanisms in an attention document, each once; an empty list for softmax.
+    """Return the names of the mechanisms in the attention of a result document, each once; none for softmax.
 
     >>> mechanism_names_in({"mechanism": "fmm", "far": ["elu"]}), mechanism_names_in("softmax")
     (['fmm', 'linear'], [])
@@ -38,7 +38,7 @@ def mechanism_names_in(attention: Any) -> list[str]:
 
 
 def attention_label(attention: Any) -> str:
-    """Return a short name of an attention document, for tables: its mechanisms and their non-default options.
+    """Return a short name for the attention of a result document: its mechanisms and their non-default options.
 
     >>> attention_label({"mechanism": "favor+", "num_features": 64, "antithetic": False})
     'favor+, num_features=64'
