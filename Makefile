@@ -1,16 +1,16 @@
-# make test     the suite, in .venv (made on first use)
-# make test-gpu the tests that need a GPU (two for some of them), and those of the fused kernels; with a build of torch for it
-# make demo     a pretrained embedding model on long documents with each kind of attention: table, plot, models and cards in demo_out
-# make compare  the same on real tasks, into compare_out: DATA and MODELS are folders; CONFIG is a file of recipes/compare
-# make bench    time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
-# make readme   the parts of README.md, recipes/results/README.md and docs/reference that are generated from result files and models
-# make docs     the guides and the API reference as a site, into site/index.html
-# make dist     sdist and wheel, checked, into dist/
-# make compat   the tests that touch transformers, with the oldest and the newest release of it, in fresh environments
-# make upstream transformers' own tests of five models with every model patched, compared with a list of expected failures:
-#               TRANSFORMERS is a checkout of the installed release, by default a clone in upstream_out; some 40 minutes
-# make style    ruff and mypy, as CI runs them
-# make format   let ruff repair what it can
+# make test     run the test suite in .venv, which is created on first use
+# make test-gpu run the tests that need a GPU (some need two) and those of the fused kernels; needs a GPU build of torch
+# make demo     compare attention mechanisms in a pretrained embedding model on long documents: table, plot, models and cards in demo_out
+# make compare  compare them on real tasks, into compare_out; DATA and MODELS are folders, CONFIG is a file of recipes/compare
+# make bench    measure time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
+# make readme   generate the tables in README.md, recipes/results/README.md and docs from result files and models
+# make docs     build the documentation site, into site/index.html
+# make dist     build and check sdist and wheel, into dist/
+# make compat   run the tests of the integration with the oldest and the newest supported transformers, in fresh environments
+# make upstream run transformers' own tests of five models with every model patched, and compare with a list of expected failures;
+#               TRANSFORMERS is a checkout of the installed release, by default a clone in upstream_out; about 40 minutes
+# make style    run ruff and mypy, as in CI
+# make format   format and fix with ruff
 # make clean    remove all environments, caches and build products
 #
 # Another torch, for instance a CUDA build: make test TORCH='torch==2.13.0 --index-url ...'
@@ -82,8 +82,8 @@ clean:
 	rm -rf $(VENV) $(DOCS) $(DIST) site build dist *.egg-info demo_out compare_out bench_out study_out upstream_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch is installed alone and first: resolved together with the rest, it may drag in gigabytes of another build. What was
-# installed is then the constraint for all that follows, so that an override of TORCH holds.
+# torch is installed first and separately: resolved together with the rest, pip may download gigabytes of another build. The
+# installed version is then a constraint for everything else, so that an override of TORCH is kept.
 $(VENV)/.torch: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
@@ -95,7 +95,7 @@ $(VENV)/.base: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[bench]'
 	touch $@
 
-# A test loads a model with lm-eval, which needs one of the twenty packages that come with it to compute metrics.
+# A test loads a model with lm-eval. For that, requests is the only one of its twenty dependencies that is needed.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP) install -c $(VENV)/constraints.txt -e '.[dev,recipes]'
 	$(PIP) install -c $(VENV)/constraints.txt requests
@@ -114,7 +114,7 @@ $(VENV)/.upstream: requirements-upstream.txt $(VENV)/.dev
 	$(PIP) install -c $(VENV)/constraints.txt -r requirements-upstream.txt
 	touch $@
 
-# The reference is read from the sources, so this environment needs no torch.
+# The API reference is generated from the sources, so this environment needs no torch.
 $(DOCS)/.docs: requirements-docs.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install -r requirements-docs.txt

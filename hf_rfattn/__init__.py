@@ -1,6 +1,6 @@
 """Random-feature and fast-multipole attention for pretrained Hugging Face models.
 
-Importing this package takes milliseconds: public names come from their modules when they are first used.
+Importing this package takes milliseconds: public names are imported when they are first used.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The public names and where they come from: read by type checkers, and by `__init__.py` to import them on demand."""
+"""The public API. Type checkers read this stub, and `__init__.py` reads it to import names on demand."""
 
 from .conversion import Conversion as Conversion
 from .conversion import convert as convert

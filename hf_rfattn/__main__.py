@@ -1,4 +1,4 @@
-"""`python -m hf_rfattn`: the command line, where the script is not on the path."""
+"""`python -m hf_rfattn` runs the command line, for environments where the `hf-rfattn` script is not on the PATH."""
 
 from .cli import app
 

@@ -1,22 +1,23 @@
-"""Linear-chain Markov random fields whose transitions are exponentials of inner products: exactly, and with features.
+"""Linear-chain Markov random fields with transitions exp(xᵀy): exact inference, and inference with feature maps.
 
     p(x_1 … x_T) = exp(Σ_t u_t(x_t) + Σ_{t>1} e_{t-1}(x_{t-1})ᵀe_t(x_t)) / Z
 
-over |X| states a node, each with an embedding e and a score u. The forward algorithm finds log Z in O(T|X|²). With
-features, exp(xᵀy) ≈ φ(x)ᵀφ(y), the sums over states come apart:
+over |X| states per node, each with an embedding e and a score u. The forward algorithm computes log Z in O(T|X|²). With
+features, exp(xᵀy) ≈ φ(x)ᵀφ(y), the sums over states factorise:
 
     Z ≈ lᵀ C_2 … C_{T-1} r,   l = Σ_x exp(u_1) φ,   C_t = Σ_x exp(u_t) φφᵀ,   r = Σ_x exp(u_T) φ
 
-- "serial" carries the message lᵀC_2…C_t and never forms a C_t: O(T|X|M);
-- "matrices" forms each C_t and multiplies message by matrix: O(T|X|M²);
-- "tree" forms all C_t and multiplies neighbours: O(T|X|M² + TM³) work in log₂ T rounds.
+- "serial" propagates the message lᵀC_2…C_t without computing C_t: O(T|X|M);
+- "matrices" computes each C_t and multiplies the message by it: O(T|X|M²);
+- "tree" computes all C_t and multiplies neighbours: O(T|X|M² + TM³) operations in log₂ T rounds.
 
-All of them keep logarithms and signs, so nothing overflows, and are differentiable: marginals are gradients of log Z.
+All methods work with logarithms and signs, so they do not overflow. All are differentiable; marginals are gradients of
+log Z.
 
-What random features promise. With a draw of its own for each transition, Z is unbiased: expectations of independent
-factors multiply; its logarithm is then too low on average (Jensen). With one draw for all transitions every factor is
-unbiased but their product is not, from two transitions on (T > 2). Signed features (trigonometric) can make Z negative,
-unless all nodes share one draw, embeddings and scores; that is an error, or a sign if asked for.
+Bias of random features: with an independent draw for each transition, Z is unbiased, since the expectations of
+independent factors multiply; its logarithm is then too low on average (Jensen's inequality). With one draw for all
+transitions, every factor is unbiased but their product is not if T > 2. Signed (trigonometric) features can make Z
+negative, unless all nodes share the draw, embeddings and scores; this raises an error unless the sign is requested.
 """
 
 from collections.abc import Sequence
@@ -40,29 +41,29 @@ class SignedLog(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor, offset: Tensor) -> "SignedLog":
-        """values · exp(offset); what underflowed to zero stays finite and passes no gradient."""
+        """values · exp(offset). Values that underflowed to zero stay finite and pass no gradient."""
         log = values.abs().clamp(min=torch.finfo(values.dtype).tiny).log()
         return cls(log + offset, values.detach().sign())
 
     def scaled(self) -> tuple[Tensor, Tensor]:
-        """Values whose largest magnitude is one, and the log of what they were divided by."""
+        """Values scaled to a largest magnitude of one, and the log of the divisor."""
         offset = largest(self.log, -1)
         return self.sign * torch.exp(self.log - offset), offset
 
     def normalised(self) -> tuple["SignedLog", Tensor]:
-        """The same with a largest logarithm of zero, and what was subtracted, in float64: thousands of them add up."""
+        """Shift to a largest logarithm of zero; also returns the shift in float64, since thousands are added up."""
         offset = largest(self.log, -1)
         return SignedLog(self.log - offset, self.sign), offset.squeeze(-1).double()
 
     def sum(self) -> "SignedLog":
-        """Over the last dimension."""
+        """Sum over the last dimension."""
         values, offset = self.scaled()
         return SignedLog.of(values.sum(-1), offset.squeeze(-1))
 
 
 class ScaledMatrix(NamedTuple):
-    """diag(exp(row)) · core · diag(exp(column)): offsets to rows and columns keep the core near one. Those to rows are
-    in float64: thousands of them add up.
+    """diag(exp(row)) · core · diag(exp(column)), where the offsets of rows and columns keep the core near one. Those of
+    rows are in float64, since thousands are added up.
     """
 
     row: Tensor  # [..., R]
@@ -78,13 +79,13 @@ class ScaledMatrix(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Transitions that come apart: exp(xᵀy) ≈ Σ_r source_r(x) exp(source_log_r + target_log_r) target_r(y).
+    """Factorised transitions exp(xᵀy) ≈ Σ_r source_r(x) exp(source_log_r + target_log_r) target_r(y).
 
-    Each feature has its own scale, in which its largest state weighs one.
+    Each feature has its own scale, such that its largest value over states is one.
     """
 
     source: Tensor  # [..., X, M]
-    source_log: Tensor  # [..., M], or [..., 1] if all features share one
+    source_log: Tensor  # [..., M], or [..., 1] if all features share one scale
     target: Tensor
     target_log: Tensor
 
@@ -99,7 +100,7 @@ class Factors(NamedTuple):
         return cls(*parts)
 
     def step(self, message: SignedLog) -> SignedLog:
-        """The message about a node from that about the node before it, `[B, X]`, which must be normalised."""
+        """Return the message of a node from the normalised message of the previous node, `[B, X]`."""
         sums = SignedLog.of((message.sign * message.log.exp()) @ self.source, self.source_log + self.target_log)
         values, offset = sums.scaled()
         return SignedLog.of(values @ self.target.mT, offset)
@@ -113,13 +114,13 @@ class Factors(NamedTuple):
 
 
 def exact_step(scores: Tensor, message: SignedLog) -> SignedLog:
-    """The same with transitions exp(scores), `[X, X]` or `[B, X, X]`, and positive messages."""
+    """`Factors.step` for exact transitions exp(scores), `[X, X]` or `[B, X, X]`, and positive messages."""
     log = torch.logsumexp(message.log.unsqueeze(-1) + scores, dim=-2)
     return SignedLog(log, torch.ones_like(log))
 
 
 def tree_product(matrices: ScaledMatrix) -> ScaledMatrix:
-    """The product over dimension 1, neighbours first: log₂ rounds."""
+    """Product over dimension 1, multiplying neighbours in log₂ rounds."""
     while (count := matrices.core.shape[1]) > 1:
         even = count // 2 * 2
         left, right = (ScaledMatrix(*(x[:, start:even:2] for x in matrices)) for start in (0, 1))
@@ -131,21 +132,21 @@ def tree_product(matrices: ScaledMatrix) -> ScaledMatrix:
 
 
 def largest(log: Tensor, dim: int) -> Tensor:
-    """The maximum, detached; finite even where all is -inf."""
+    """The detached maximum, finite even if all values are -inf."""
     return log.detach().amax(dim, keepdim=True).clamp(min=torch.finfo(log.dtype).min)
 
 
 class LinearChainMRF:
-    """A chain of nodes with transitions exp(e(x)ᵀe(y)).
+    """A linear-chain Markov random field with transitions exp(e(x)ᵀe(y)).
 
-    `embeddings`: `[X, n]` for all nodes, or `[T, X, n]`. `length`: T, or a list of lengths for a batch of chains that
-    begin alike; by default that of the embeddings. `unary`: scores u, `[X]`, `[T, X]`, or `[B, T, X]` for a batch;
-    -inf forbids a state.
+    `embeddings`: `[X, n]`, shared by all nodes, or `[T, X, n]`. `length`: number of nodes T, or a list of lengths for a
+    batch of chains with common first nodes; by default that of the embeddings. `unary`: scores u, `[X]`, `[T, X]`, or
+    `[B, T, X]` for a batch; -inf forbids a state.
 
     Results have a batch dimension if lengths or scores have one.
 
     >>> chain = LinearChainMRF(torch.zeros(3, 2), length=4)
-    >>> chain.log_partition().exp()  # 3⁴ sequences that all weigh 1
+    >>> chain.log_partition().exp()  # 3⁴ sequences of weight 1
     tensor(81.0000)
     >>> chain.log_partition(chain.random_features(16)).exp()
     tensor(81.0000)
@@ -158,19 +159,19 @@ class LinearChainMRF:
     ):
         if embeddings.dim() not in (2, 3) or not embeddings.is_floating_point():
             raise ValueError(
-                f"embeddings must be floating point, [states, n] or [T, states, n], not {embeddings.dtype} "
+                f"embeddings must be floating-point tensors [states, n] or [T, states, n], not {embeddings.dtype} "
                 f"{tuple(embeddings.shape)}."
             )
         if length is None:
             if embeddings.dim() == 2:
-                raise ValueError("Embeddings [states, n] are shared by all nodes: say how many there are, length=T.")
+                raise ValueError("Embeddings [states, n] are shared by all nodes: give their number, length=T.")
             length = len(embeddings)
         lengths = torch.as_tensor(length, dtype=torch.long, device=embeddings.device)
         if lengths.dim() > 1 or not lengths.numel() or int(lengths.min()) < 1:
-            raise ValueError(f"length must be a positive whole number or a list of them, not {length!r}.")
+            raise ValueError(f"length must be a positive integer or a list of them, not {length!r}.")
         longest = int(lengths.max())
         if embeddings.dim() == 3 and len(embeddings) < longest:
-            raise ValueError(f"A chain of {longest} nodes needs embeddings for each, not for {len(embeddings)}.")
+            raise ValueError(f"A chain of {longest} nodes needs embeddings for all of them, not for {len(embeddings)}.")
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         self.embeddings = embeddings.to(dtype)
         if embeddings.dim() == 3:
@@ -200,9 +201,9 @@ class LinearChainMRF:
     def random_features(
         self, num_features: int, *, independent: bool = False, seed: int = 0, **options: Any
     ) -> PositiveFeatures:
-        """Positive features for this chain; `independent` draws them anew for each transition, which makes Z unbiased.
+        """Draw positive random features for this chain. `independent`: one draw per transition, which makes Z unbiased.
 
-        `options` are those of `PositiveFeatures`: projection, hadamard_blocks, antithetic, optimal.
+        `options`: those of `PositiveFeatures` (projection, hadamard_blocks, antithetic, optimal).
         """
         draws = self.num_nodes - 1 if independent and self.num_nodes > 1 else 1
         features = PositiveFeatures(draws, num_features, self.embeddings.shape[-1], (seed,), **options)
@@ -214,9 +215,9 @@ class LinearChainMRF:
     def log_partition(
         self, features: FeatureMap | None = None, *, method: Method = "serial", return_sign: bool = False
     ) -> Any:
-        """log Z, exactly, or with `features` by one of three methods (`hf_rfattn.mrf` says what they cost).
+        """Compute log Z, exactly or with `features` by one of three methods (for their cost, see `hf_rfattn.mrf`).
 
-        With `return_sign` a pair, the sign of Z and log |Z|; without it a Z that is not positive raises.
+        With `return_sign`, returns the sign of Z and log |Z|. Without it, raises ValueError if Z is not positive.
 
         >>> chain = LinearChainMRF(torch.randn(5, 3), length=[2, 7])
         >>> chain.log_partition(chain.random_features(8), method="tree").shape
@@ -227,9 +228,9 @@ class LinearChainMRF:
         return (sign, log) if return_sign else _positive(z).reshape(log.shape)
 
     def marginals(self, features: FeatureMap | None = None, *, method: Method = "serial") -> Tensor:
-        """p(x_t), `[T, X]` or `[B, T, X]`: the gradient of log Z in the scores. Zero beyond a chain's length.
+        """Compute p(x_t), `[T, X]` or `[B, T, X]`, as the gradient of log Z. Zero after the end of a chain.
 
-        Signed features can make them leave [0, 1].
+        With signed features, the values may lie outside [0, 1].
         """
         with torch.enable_grad():
             shift = self.unary.new_zeros(self.batch, self.num_nodes, self.num_states).requires_grad_()
@@ -238,10 +239,10 @@ class LinearChainMRF:
         return found if self.batched else found.squeeze(0)
 
     def pairwise_marginals(self, features: FeatureMap | None = None) -> Tensor:
-        """p(x_t, x_{t+1}), `[T-1, X, X]` or `[B, T-1, X, X]`: the gradient of log Z in the logarithms of the
-        transitions.
+        """Compute p(x_t, x_{t+1}), `[T-1, X, X]` or `[B, T-1, X, X]`, as the gradient of log Z with respect to the log
+        transitions e(x)ᵀe(y) or log φ(x)ᵀφ(y).
 
-        Those are formed for that, e(x)ᵀe(y) or log φ(x)ᵀφ(y), since the result is as large. Features must be positive.
+        These are computed as a dense matrix, which is as large as the result. Features must be positive.
         """
         scores = self._scores(features).detach()
         scores = scores.expand(self.batch, self.num_nodes - 1, -1, -1).clone().requires_grad_()
@@ -252,9 +253,10 @@ class LinearChainMRF:
         return found if self.batched else found.squeeze(0)
 
     def log_prob(self, states: Tensor, features: FeatureMap | None = None, *, method: Method = "serial") -> Tensor:
-        """log p of sequences `[N, T]`, or `[B, T]` one a chain of a batch; states beyond a chain's length are ignored.
+        """Compute log p of sequences `[N, T]`, or `[B, T]` with one per chain of a batch. States after the end of a
+        chain are ignored.
 
-        With positive `features`, of the chain whose transitions are φ(x)ᵀφ(y), so that probabilities sum to one.
+        With positive `features`, the transitions are φ(x)ᵀφ(y), so probabilities sum to one.
         """
         if states.dim() != 2 or states.shape[1] != self.num_nodes or (self.batched and len(states) != self.batch):
             rows = self.batch if self.batched else "N"
@@ -262,7 +264,7 @@ class LinearChainMRF:
         inside = torch.arange(self.num_nodes, device=states.device) < self.lengths[:, None]  # [B or 1, T]
         states = states.masked_fill(~inside, 0)
         if states.numel() and not 0 <= int(states.min()) <= int(states.max()) < self.num_states:
-            raise ValueError(f"states must lie in 0 … {self.num_states - 1}.")
+            raise ValueError(f"states must be between 0 and {self.num_states - 1}.")
         unary = self.unary.expand(len(states), self.num_nodes, -1)
         score = unary.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0).sum(-1)
         pairs = self._pair_scores(states, features).masked_fill(~inside[:, 1:], 0)
@@ -270,9 +272,10 @@ class LinearChainMRF:
 
     @torch.no_grad()
     def sample(self, count: int, features: FeatureMap | None = None, *, generator: Generator | None = None) -> Tensor:
-        """Sequences `[count, T]`, or `[B, count, T]`, filtered forward and drawn backward; -1 beyond a chain's length.
+        """Sample sequences `[count, T]` or `[B, count, T]` by forward filtering and backward sampling; -1 after the end
+        of a chain.
 
-        Exact, also with positive `features`, for the chain whose transitions are φ(x)ᵀφ(y).
+        Samples are exact, with positive `features` for the chain with transitions φ(x)ᵀφ(y).
         """
         log_kernel = self._scores(features)
         messages = self._forward(self._steps(features), self.unary)[0].log.expand(self.batch, -1, -1)  # [B, T, X]
@@ -297,11 +300,11 @@ class LinearChainMRF:
         if method == "serial" or self.num_nodes == 1:
             return self._close(*self._forward(self._steps(features), unary))
         if features is None:
-            raise ValueError(f"method={method!r} multiplies matrices of features; give features, or leave it out.")
+            raise ValueError(f"method={method!r} needs features; give them, or use method='serial'.")
         return self._matrix_product(self._factors(features), unary, method)
 
     def _steps(self, features: FeatureMap | None) -> list[Any]:
-        """What carries a message over each transition, exactly or with features."""
+        """Functions that propagate a message over each transition, exact or with features."""
         steps: list[Any]
         if features is None:
             steps = [partial(exact_step, scores) for scores in self._scores(None).unbind()]
@@ -311,9 +314,7 @@ class LinearChainMRF:
         return steps * (self.num_nodes - 1) if len(steps) == 1 else steps
 
     def _forward(self, steps: list[Any], unary: Tensor) -> tuple[SignedLog, Tensor]:
-        """Sums over all beginnings that end in a state, for every node: messages `[B or 1, T, X]` and what to add to
-        their logarithms, `[B or 1, T]`.
-        """
+        """Forward messages of every node, `[B or 1, T, X]`, and offsets to add to their logarithms, `[B or 1, T]`."""
         scores = unary.unbind(1) if unary.shape[1] > 1 else [unary[:, 0]] * self.num_nodes
         message, total = SignedLog(scores[0], torch.ones_like(scores[0])).normalised()
         messages, totals = [message], [total]
@@ -325,7 +326,7 @@ class LinearChainMRF:
         return SignedLog(*(torch.stack(x, dim=1) for x in zip(*messages, strict=True))), torch.stack(totals, dim=1)
 
     def _close(self, messages: SignedLog, totals: Tensor) -> SignedLog:
-        """Z from the messages about the last node of each chain."""
+        """Z from the messages of the last node of each chain."""
         chain, last = torch.arange(self.batch, device=totals.device), self._last
         z = SignedLog(*(x.expand(self.batch, -1, -1)[chain, last] for x in messages)).sum()
         return SignedLog((z.log + totals.expand(self.batch, -1)[chain, last]).to(z.log.dtype), z.sign)
@@ -336,7 +337,7 @@ class LinearChainMRF:
         return (self.lengths - 1).expand(self.batch)
 
     def _matrix_product(self, factors: Factors, unary: Tensor, method: Method) -> SignedLog:
-        """lᵀ C_2 … C_{T-1} r, with identities in place of the matrices beyond a chain's end."""
+        """lᵀ C_2 … C_{T-1} r, with identity matrices after the end of a chain."""
         scale = largest(unary, -1)
         weight = torch.exp(unary - scale)  # [B or 1, T or 1, X]
         left = (weight[:, 0] @ factors.source[0]).unsqueeze(1)  # [B or 1, 1, M]
@@ -352,7 +353,7 @@ class LinearChainMRF:
         product.append(ScaledMatrix(factors.target_log[transition].double(), right, offset))
         found = reduce(ScaledMatrix.times, product)
         z = SignedLog.of(found.core[:, 0, 0], (found.row + found.column)[:, 0])
-        alone = SignedLog(unary[:, 0], torch.ones_like(unary[:, 0])).sum()  # chains of one node have no features
+        alone = SignedLog(unary[:, 0], torch.ones_like(unary[:, 0])).sum()  # chains of one node have no transitions
         return SignedLog(*(torch.where(self._last == 0, x, y.to(x.dtype)) for x, y in zip(alone, z, strict=True)))
 
     def _inner_matrices(self, factors: Factors, weight: Tensor, scale: Tensor) -> ScaledMatrix:
@@ -382,7 +383,7 @@ class LinearChainMRF:
         return self.embeddings[:-1] @ self.embeddings[1:].mT
 
     def _pair_scores(self, states: Tensor, features: FeatureMap | None) -> Tensor:
-        """Logarithms of the transitions along sequences, `[N, T-1]`."""
+        """Logarithms of the transitions along given sequences, `[N, T-1]`."""
         before, after = states[:, :-1], states[:, 1:]
         t = torch.arange(self.num_nodes - 1, device=states.device)
         if features is None:
@@ -396,20 +397,21 @@ class LinearChainMRF:
         return SignedLog.of(products.sum(-1), offset.squeeze(-1)).log
 
     def _factors(self, features: FeatureMap, positive: bool = False) -> Factors:
-        """Of every transition, or of all if the first dimension is 1; `positive`: refuse signed features."""
+        """Factors of each transition, or of all if the first dimension is 1. `positive`: raise for signed features."""
         if not isinstance(features, FeatureMap):
             raise ValueError(f"features must be a feature map such as chain.random_features(64), not {features!r}.")
         if positive and not features.positive:
             raise ValueError(
-                f"{type(features).__name__} are signed, and so are their transitions; probabilities need positive ones."
+                f"{type(features).__name__} are signed, but probabilities need positive transitions; use positive "
+                "features."
             )
         e, transitions = self.embeddings, self.num_nodes - 1
         drawn = getattr(features, "projection", None)  # [draws, rows, n]
         draws, dim = (1, e.shape[-1]) if drawn is None else (drawn.shape[0], drawn.shape[-1])
         if dim != e.shape[-1] or draws not in (1, transitions):
             raise ValueError(
-                f"These features have {dim} dimensions and {draws} draws; the chain has {e.shape[-1]} dimensions and "
-                f"{transitions} transitions, and needs 1 draw for all or {transitions}."
+                f"These features have {dim} dimensions and {draws} draws, but the chain has {e.shape[-1]} dimensions "
+                f"and {transitions} transitions, and needs 1 draw or {transitions}."
             )
         source, target = (e.expand(draws, -1, -1),) * 2 if e.dim() == 2 else (e[:-1], e[1:])
         queries, keys = features("query").exactly(source.unsqueeze(0)), features("key").exactly(target.unsqueeze(0))
@@ -417,12 +419,12 @@ class LinearChainMRF:
 
 
 def _positive(z: SignedLog) -> Tensor:
-    """log Z, or an error where Z is not positive."""
+    """Return log Z; raise ValueError if Z is not positive."""
     negative, zero = int((z.sign < 0).sum()), int((z.sign == 0).sum())
     if negative:
         raise ValueError(
             f"Z came out negative for {negative} of {z.sign.numel()} chains: the features are signed, and their noise "
-            "is larger than Z. Take positive features, more features or smaller embeddings, or ask for "
+            "is larger than Z. Use positive features, more features or smaller embeddings, or call "
             "log_partition(..., return_sign=True)."
         )
     if zero:

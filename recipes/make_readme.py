@@ -1,5 +1,5 @@
-"""Fill the parts of README.md, recipes/results/README.md and docs/reference/upstream.md that hold measurements, from
-the result files in recipes/results.
+"""Fill the parts of README.md, recipes/results/README.md and pages of docs that hold measurements, from the result
+files in recipes/results.
 
 A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
 documents (by file name) and the path from its page to the results, to blocks, and add it to `PAGES`. Plots are drawn
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,14 +22,15 @@ import typer
 from comparison.report import PLACE, comparison_tables, options_of
 from evaluate_lm import table as context_table
 
-from hf_rfattn import attention_label
+from hf_rfattn import attention_label, mechanism_names_in
 from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
-from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, run_speed, score_and_speed
+from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, percent, run_speed, score_and_speed
 from hf_rfattn.results import (
     DASH,
     SOFTMAX,
+    STAGES,
     Block,
     Image,
     Result,
@@ -46,7 +48,6 @@ from hf_rfattn.study import study_class
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
 MARK = "Data"  # of a PNG: what it was drawn from
-COMPARED = ("long_reviews",)  # comparisons that the README shows
 SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
 BENCHMARKS = {
     "bench ops": ("One attention layer", benchmark_report),
@@ -88,11 +89,18 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
-    """All tasks at a glance, of the comparisons that the README shows."""
-    for folder, title, tables in compared(documents):
-        if folder in COMPARED:
-            yield f"**{title}**, measured on {tables[0].first.machine} per process:"
-            yield overview(tables)
+    """Long inputs at a glance: a column for each model and task, a row for each mechanism."""
+    reviews = [table for folder, _, found in compared(documents) if folder == "long_reviews" for table in found]
+    tables = [*retrieval_tables(documents), *(table for table in reviews if table.first.budget["max_length"] == 2048)]
+    brief = [replace(table, rows=[replace(row, label=in_brief(row)) for row in table.rows]) for table in tables]
+    if brief:
+        yield overview(brief)
+
+
+def in_brief(row: Row) -> str:
+    """Its mechanism without options, and whether that has learnt from softmax."""
+    name = next(iter(mechanism_names_in(row.runs[0].attention)), SOFTMAX)
+    return f"{name}, after attention transfer" if row.runs[0].document.get("transfer") else name
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
@@ -154,26 +162,31 @@ def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
     yield predicted.table()
 
 
-def retrieval(documents: Documents, results: str) -> Iterator[Block]:
-    """Embedding models on long documents: share of softmax's score and speed-up as a plot; the table of one of them."""
-    benched, tables = model_benchmarks(documents), []
+def retrieval_tables(documents: Documents) -> list[ScoreTable]:
+    """Embedding models on long documents."""
     found = [parse_result(each, name) for name, each in documents.items() if re.match(r"embeddings/\w+_2048_", name)]
-    for table in make_tables(found, lambda result: f"{result.model.partition('/')[2]}, 2,048 tokens"):
+    return make_tables(found, lambda result: f"retrieval, {result.model.partition('/')[2]}")
+
+
+def tradeoff(documents: Documents, results: str) -> Iterator[Block]:
+    """Share of softmax's score and speed-up of embedding models on long documents, as a plot."""
+    benched, drawn = model_benchmarks(documents), []
+    for table in retrieval_tables(documents):
         rows = []
         for row in table.rows:
             cell = benched.get((table.first.model, 2048, row.attention), {}).get(False)
             if cell and (row.over_softmax or 0) > 0.9:  # others would stretch the axis
-                speed = (cell["samples_per_second"], None)
-                rows.append(replace(row, speed=speed, speed_over_softmax=cell["speed_over_softmax"]))
-        tables.append((table, replace(table, rows=rows)))
-    drawn = [each for _, each in tables if each.rows]
+                speed = {"speed": (cell["samples_per_second"], None), "speed_over_softmax": cell["speed_over_softmax"]}
+                rows.append(replace(row, label=in_brief(row), **speed))
+        title = f"{table.first.model.partition('/')[2]}, 2,048 tokens"
+        drawn += [replace(table, title=title, rows=rows)] if rows else []
     if drawn:
         yield Image("embeddings/tradeoff.png", "Score and speed-up", lambda: score_and_speed(drawn, relative=True))
-    yield from score_tables([table for table, _ in tables[-1:]], documents)
 
 
-def contexts(documents: Documents, results: str) -> Iterator[Block]:
-    """Decoders by context length, a table for each model, data set, dtype and number of tokens.
+def context_cells(documents: Documents) -> Iterator[tuple[dict[str, Any], Documents, list[dict[str, Any]]]]:
+    """Decoders by context length: for each model, data set, dtype and number of tokens what all its files share, those
+    files, and their cells.
 
     A model that was trained is named after its base, a comma, and how it was trained. All speeds at a length are those
     of one run, the one of most repetitions with softmax in it.
@@ -201,11 +214,18 @@ def contexts(documents: Documents, results: str) -> Iterator[Block]:
                     )
             cells.sort(key=lambda cell: (cell["length"], cell["attention"] != SOFTMAX))
             about = measured_on(next(iter(found.values())))
-            yield (
-                f"**{base}** in {dtype}, {about}: perplexity on {tokens:,} tokens of {data} by stage, speed and cache. "
-                "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
-            )
-            yield context_table(cells, "")
+            yield {"model": base, "data": data, "dtype": dtype, "tokens": tokens, "machine": about}, found, cells
+
+
+def contexts(documents: Documents, results: str) -> Iterator[Block]:
+    """Decoders by context length, a table for each model, data set, dtype and number of tokens."""
+    for about, found, cells in context_cells(documents):
+        yield (
+            f"**{about['model']}** in {about['dtype']}, {about['machine']}: perplexity on {about['tokens']:,} tokens "
+            f"of {about['data']} by stage, speed and cache. "
+            "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
+        )
+        yield context_table(cells, "")
         yield f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}."
 
 
@@ -235,7 +255,8 @@ def speed(documents: Documents, results: str) -> Iterator[Block]:
     for name, document in documents.items():
         if document["kind"] == "bench ops" and "/" not in name:
             yield f"**One attention layer**: speed over softmax by length, on {measured_on(document)}."
-            yield speed_table(document, SHOWN_LENGTHS)
+            table = speed_table(document, SHOWN_LENGTHS)
+            yield replace(table, title="", rows=[row for row in table.rows if row[1] != "average"])
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
@@ -248,6 +269,62 @@ def studies(documents: Documents, results: str) -> Iterator[Block]:
             yield study_class(document["kind"].removeprefix("study ")).table(document)
             for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
                 yield f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})"
+
+
+def encoder_cost(documents: Documents, results: str, attention: str, transfer: bool, task: bool) -> Iterator[Block]:
+    """What an attention costs in encoders, by length and model: with or without attention `transfer`, and with or
+    without training on the `task`.
+    """
+    benched, rows = model_benchmarks(documents), []
+    found = [parse_result(document, name) for name, document in documents.items() if document["kind"] == "task"]
+    found = [result for result in found if ("steps" in result.budget) == task]
+    for table in make_tables(found, lambda result: result.task.rpartition("/")[2]):
+        model, length = table.first.model.partition(", ")[0], table.first.budget.get("max_length", 0)
+        for row in table.rows:
+            cell = benched.get((model, length, attention), {}).get(False)
+            if row.attention == attention and bool(row.runs[0].document.get("transfer")) == transfer and cell:
+                about = [f"{table.title}, {model.partition('/')[2].partition(' ')[0]}", percent(row.over_softmax)]
+                rows.append((length, [f"{length:,}", *about, times(cell["speed_over_softmax"])]))
+    if rows:
+        headings = ["tokens", "task and model", "share of softmax's score", "speed over softmax"]
+        yield Table("", headings, [row for _, row in sorted(rows)])
+
+
+def decoder_cost(documents: Documents, results: str, attention: str, trained: bool) -> Iterator[Block]:
+    """What an attention costs in decoders by context length, beside softmax trained alike."""
+    measures = "prefill_tokens_per_second", "ms_per_token", "cache_bytes"
+    for about, _, cells in context_cells(documents):
+        softmax = {(cell["length"], cell["stage"]): cell for cell in cells if cell["attention"] == SOFTMAX}
+        rows = []
+        for cell in cells:
+            base = softmax.get((cell["length"], cell["stage"]))
+            if base and cell["attention"] == attention and (cell["stage"] not in STAGES) == trained:
+                perplexity = cell["metrics"]["perplexity"]["value"] / base["metrics"]["perplexity"]["value"]
+                prefill, step, cache = (cell[name] / base[name] if name in cell else None for name in measures)
+                ratios = perplexity, prefill, step and 1 / step, cache
+                rows.append([f"{cell['length']:,}", *map(times, ratios)])
+        if rows:
+            yield f"{about['model'].partition('/')[2]}, in multiples of softmax:"
+            yield Table("", ["tokens", "perplexity", "speed of the prompt", "speed of a new token", "cache"], rows)
+
+
+def gpu_break_even(documents: Documents, results: str) -> Iterator[Block]:
+    """Predicted break-even lengths alone."""
+    rows = [[f"{row[1]}, {row[0]}", *row[4:]] for row in predicted.table().rows if not row[1].startswith(SOFTMAX)]
+    yield Table("", ["attention", *(f"{device.name} (predicted)" for device in predicted.DEVICES)], rows)
+
+
+def figure(documents: Documents, results: str, plot: str, source: str) -> Iterator[Block]:
+    """A plot with its data, machine and command, and the break-even lengths of a benchmark."""
+    if source not in documents:
+        return
+    document = documents[source]
+    yield f"![{Path(plot).stem.replace('_', ' ')}]({results}{plot})"
+    command = document.get("command") or f"hf-rfattn {document['kind']} --full"
+    yield f"Measured on {measured_on(document)}, by `{command}`; [data]({results}{source})."
+    if document["kind"].startswith("bench "):
+        rows = [[row[1], row[0], row[-1]] for row in speed_table(document).rows if row[-1]]
+        yield Table("", ["attention", "pass", "faster than softmax from (break-even)"], rows, aligned=False)
 
 
 def upstream(documents: Documents, results: str) -> Iterator[Block]:
@@ -271,8 +348,31 @@ def upstream(documents: Documents, results: str) -> Iterator[Block]:
         yield Table("", ["tests that fail", *kinds], counts, aligned=False)
 
 
+COSTS: dict[str, Part] = {
+    "encoder": partial(encoder_cost, attention="multipole", transfer=False, task=False),
+    "encoder-transfer": partial(encoder_cost, attention="hedgehog", transfer=True, task=False),
+    "encoder-task": partial(encoder_cost, attention="hedgehog", transfer=True, task=True),
+    "decoder": partial(decoder_cost, attention="multipole, exact_keys=440", trained=False),
+    "decoder-trained": partial(decoder_cost, attention="fmm, bandwidth=512", trained=True),
+    "gpu": gpu_break_even,
+}
+PLOTS = {  # of the gallery, and their data
+    "ops": ("ops_cpu.png", "ops_cpu.json"),
+    "bge": ("embeddings/speed_bge.png", "embeddings/speed_bge.json"),
+    "minilm": ("embeddings/speed_minilm.png", "embeddings/speed_minilm.json"),
+    "reviews": ("long_reviews/speed.png", "long_reviews/speed.json"),
+    "decode": ("decode_cpu.png", "decode_cpu.json"),
+    "heads": ("studies/heads_error.png", "studies/heads.json"),
+    "kinds": ("studies/heads_kinds.png", "studies/heads.json"),
+    "rank": ("studies/rank.png", "studies/rank.json"),
+    "mse": ("studies/mse_normal.png", "studies/mse.json"),
+    "sparse": ("studies/mse_sparse.png", "studies/mse.json"),
+    "norms": ("studies/mse_norms.png", "studies/mse.json"),
+    "gram": ("studies/gram_error.png", "studies/gram.json"),
+    "mrf": ("studies/mrf_error.png", "studies/mrf.json"),
+}
 PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
-    Path("README.md"): (f"{RESULTS}/", {"retrieval": retrieval, "accuracy": scores, "speed": speed}),
+    Path("README.md"): (f"{RESULTS}/", {"picture": tradeoff, "accuracy": scores, "speed": speed}),
     RESULTS / "README.md": (
         "",
         {
@@ -285,6 +385,12 @@ PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, an
         },
     ),
     Path("docs/reference/upstream.md"): (f"../../{RESULTS}/", {"upstream": upstream}),
+    Path("docs/guides/choose.md"): (f"../../{RESULTS}/", COSTS),
+    Path("docs/gallery.md"): (
+        f"../{RESULTS}/",
+        {"tradeoff": tradeoff}
+        | {name: partial(figure, plot=plot, source=source) for name, (plot, source) in PLOTS.items()},
+    ),
 }
 
 

@@ -121,7 +121,7 @@ def test_mechanisms_that_are_lost_are_missed(tmp_path):
 def test_another_patch_is_refused(tmp_path):
     trained(patch_model(gpt2(), "favor+"), lora()).save_pretrained(tmp_path)
     for options in ({"seed": 1}, {"layers": [0]}, {"num_features": 4}):
-        refuses(patch_model(gpt2(), "favor+", **options), tmp_path, "patched otherwise")
+        refuses(patch_model(gpt2(), "favor+", **options), tmp_path, "different patch")
     switched = patch_model(gpt2(), "favor+")
     switched.set_attn_implementation("sdpa")
     refuses(switched, tmp_path, r"set_attn_implementation\('hf_rfattn'\)")
@@ -237,7 +237,7 @@ def change_record(folder, change):
 def test_records_that_make_no_sense(tmp_path, damaged):
     trained(patch_model(gpt2(), "favor+"), lora()).save_pretrained(tmp_path)
     change_record(tmp_path, lambda r: {**r, **damaged} if damaged and isinstance(damaged, dict) else damaged)
-    refuses(gpt2(), tmp_path, "makes no sense")
+    refuses(gpt2(), tmp_path, "is invalid")
 
 
 def test_a_model_of_another_shape(tmp_path):

@@ -296,11 +296,11 @@ def test_the_global_generator_is_left_alone(gpt2):
     [
         (("--contexts", "many"), "--contexts 'many' must be whole numbers such as 1024,4096"),
         (("--contexts", "1"), "at least 2 tokens"),
-        (("--contexts", "160"), "This gpt2 has 160 positions, too few for 164 tokens"),
+        (("--contexts", "160"), "This gpt2 model has 160 positions, too few for 164 tokens"),
         (("--paths", "slow"), "--paths 'slow' is not possible; choose from torch, compiled, fused."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
-        (("--dtype", "float8"), "dtype 'float8' is not possible; choose one of float32, bfloat16, float16."),
-        (("--device", "abacus"), "device 'abacus' is not possible here."),
+        (("--dtype", "float8"), "Unknown dtype 'float8'; choose one of float32, bfloat16, float16."),
+        (("--device", "abacus"), "The device 'abacus' is not available."),
         (("--model", "/there/is/none"), "There is no folder '/there/is/none'."),
     ],
 )

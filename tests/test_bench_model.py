@@ -172,7 +172,7 @@ def test_shapes_are_those_of_bert_base_and_gpt2(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--lengths", "161"), "This gpt2 has 160 positions, too few for 161 tokens; choose shorter inputs."),
+        (("--lengths", "161"), "This gpt2 model has 160 positions, too few for 161 tokens; choose shorter inputs."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--passes", "dreaming"), "--passes 'dreaming' is not possible; choose from forward, training."),
         (("--model", "/there/is/none"), "There is no folder '/there/is/none'."),
@@ -187,5 +187,5 @@ def test_mistakes(gpt2, tmp_path, arguments, message):
 def test_models_without_tokens_are_refused(tmp_path):
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="ViTModel takes pixel_values; bench model gives it tokens"):
+    with pytest.raises(ValueError, match="ViTModel takes pixel_values; bench model supports text only"):
         model.measure(ModelSettings(lengths=[32], model=str(tmp_path)))

@@ -164,9 +164,9 @@ def test_title_and_legend_are_no_wider_than_the_figure(processor, panels):
     [
         (("--lengths", "0"), "--lengths '0' must be whole numbers"),
         (("--attention", "favr"), "Unknown attention 'favr'"),
-        (("--dtype", "float8"), "dtype 'float8' is not possible; choose one of float32, bfloat16, float16."),
+        (("--dtype", "float8"), "Unknown dtype 'float8'; choose one of float32, bfloat16, float16."),
         (("--directions", "sideways"), "--directions 'sideways' is not possible; choose from bidirectional, causal."),
-        (("--device", "abacus"), "device 'abacus' is not possible here."),
+        (("--device", "abacus"), "The device 'abacus' is not available."),
     ],
 )
 def test_mistakes(tmp_path, arguments, message):

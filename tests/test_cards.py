@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import cite, make_card, write_card
+from hf_rfattn.install import install_command
 from hf_rfattn.mechanisms import mechanism_names
 from hf_rfattn.results import checkpoint_fingerprint, in_bytes, number, times
 
@@ -83,11 +84,28 @@ def test_says_what_it_is_and_how_to_load_it(measured):
     assert '| 0-1 | softmax → favor+ | `num_features=16`, `projection="orthogonal"`' in text
     assert 'model = BertForSequenceClassification.from_pretrained("me/tiny")' in text
     assert text.index("import hf_rfattn") < text.index("from transformers import")
-    assert "pip install hf-rfattn" in text
+    assert f"Install hf-rfattn: {install_command()}." in text and "classification recipes" not in text
     assert "commit `0123456789abcdef` of hf_rfattn, seed 3" in text
     assert "`python finetune_snli.py --attention favor+`" in text
     assert "Rethinking Attention with Performers" in text and "Hedgehog" not in section(text, "Citations")
     assert "{{" not in text and "{%" not in text and "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("pooling", "architecture", "noted"),
+    [
+        ("cls", "BertForSequenceClassification", True),
+        ("mean", "BertForSequenceClassification", True),
+        ("model", "BertForSequenceClassification", False),  # the pooler of BERT itself
+        ("mean", "ModernBertForSequenceClassification", False),  # which implements the field
+        ("mean", "SomebodysOwnModel", False),
+    ],
+)
+def test_pooling_that_only_the_recipes_load(folder, pooling, architecture, noted):
+    """transformers ignores `classifier_pooling` of a BERT and initializes its pooler at random."""
+    edit(folder / "config.json", lambda config: config.update(classifier_pooling=pooling, architectures=[architecture]))
+    text = section(str(make_card(folder, repo_id="me/tiny")), "How to load it")
+    assert (f"`classifier_pooling: {pooling}`" in text and "(`--model me/tiny`)" in text) == noted
 
 
 def test_the_snippet_runs(measured):
@@ -225,7 +243,7 @@ def test_licence_and_base_model(measured):
     edit(measured / "results/favor.json", lambda d: d.update(base_license=None, model="/data/local/bert"))
     (measured / "results/speed.json").unlink()
     text = str(make_card(measured))
-    assert "base_model" not in text and "license:" not in text and "not recorded here; look it up" in text
+    assert "base_model" not in text and "license:" not in text and "not recorded; check it" in text
 
 
 def test_links_are_replaced_not_followed(measured, tmp_path):

@@ -156,12 +156,12 @@ def test_a_long_text_is_cut_to_what_the_model_takes(bert):
     [
         (("--attention", "favr"), "did you mean 'favor'"),
         (("num_feature=3",), "'favor+' has no option 'num_feature' (did you mean 'num_features'?)"),
-        (("num_features=many",), "num_features must be a whole number, not 'many'."),
-        (("num_features=1.5",), "num_features must be a whole number, not 1.5."),
-        (("num_features",), "'num_features' is not an option; write NAME=VALUE"),
+        (("num_features=many",), "num_features must be an integer, not 'many'."),
+        (("num_features=1.5",), "num_features must be an integer, not 1.5."),
+        (("num_features",), "Cannot parse the option 'num_features'; write NAME=VALUE"),
         (("num_features=8", "num_features=16"), "'num_features' is given twice"),
         (("antithetic=true", "num_features=7"), "num_features=7 is odd"),
-        (("--attention", "fmm", "far=band"), "far takes linear mechanisms"),
+        (("--attention", "fmm", "far=band"), "far must be linear mechanisms"),
         (("--lengths", "128,many"), "must be whole numbers"),
         (("--lengths", "0"), "must be whole numbers"),
         (("--text", "a", "--text-file", "b"), "not both"),
@@ -226,7 +226,7 @@ def test_patch_for_longer_inputs_refuses(bert, llama, tmp_path):
     assert "Unknown method" in run(
         "patch", bert, "favor+", *target, "--max-length", "99", "--positions", "slide", code=2
     )
-    assert "64 tokens already" in run("patch", bert, "favor+", *target, "--max-length", "9", code=2)
+    assert "already has positions for 64 tokens" in run("patch", bert, "favor+", *target, "--max-length", "9", code=2)
     assert "rotary" in run("patch", llama, "favor+", *target, "--max-length", "4096", code=2)
     assert not (tmp_path / "new").exists()
 
@@ -237,6 +237,6 @@ def test_patch_and_unpatch_refuse(bert, tmp_path):
     assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("mine")
-    assert "exists already" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
+    assert "already exists" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
     assert "is not patched" in run("unpatch", bert, "-o", tmp_path / "b", code=2)
     assert "no folder" in failure("unpatch", tmp_path / "nowhere", "-o", tmp_path / "b")

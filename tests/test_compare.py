@@ -103,9 +103,9 @@ def test_a_run_that_comes_before(planned, bert):
         ({"attention": [{"label": "softmax"}, {"label": "favour"}]}, "Unknown attention 'favour'"),
         ({"attention": [{"label": "softmax"}, {"label": "rff", "options": {"features": 3}}]}, "no option 'features'"),
         ({"attention": [{"label": "softmax"}, {"label": "rff", "training": {"learning_rate": 1}}]},
-         "the row 'rff' has its own learning_rate, but rows can only be compared if they share that"),
+         "the row 'rff' sets learning_rate, which must be the same for all rows"),
         ({"attention": [{"label": "softmax"}, {"label": "softmax"}]}, "sst2_softmax_seed_0 would be run twice"),
-        ({"tasks": [{"label": "a", "recipe": "glu"}]}, "there is no recipe 'glu'; there are glue, snli, squad"),
+        ({"tasks": [{"label": "a", "recipe": "glu"}]}, "unknown recipe 'glu'; known: glue, snli, squad"),
         ({"tasks": [{"label": "a", "recipe": "glue", "rows": ["rff"]}]}, "rows of a: unknown field 'rff'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"rff": {}}}]}, "rows of a: unknown field 'rff'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"favor+": {"bands": 3}}}]}, "has no option 'bands'"),
@@ -113,7 +113,7 @@ def test_a_run_that_comes_before(planned, bert):
         ({"training": {"batchsize": 3}}, "Unknown option '--batchsize=3' (did you mean '--batch-size'?)"),
         ({"training": {"seed": 3}}, "seed cannot be set as training options"),
         ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
-        ({"training": {**QUICK, "model": "${modle}"}}, "no variable 'modle'; known: model, recipes"),
+        ({"training": {**QUICK, "model": "${modle}"}}, "unknown variable 'modle'; known: model, recipes"),
         ({"training": {**QUICK, "epochs": "few"}}, "argument --epochs"),
     ],
 )  # fmt: skip
@@ -242,7 +242,7 @@ def test_finished_runs_are_not_made_again(stand_in, capsys):
     other = {"training": {**SMALL["training"], "learning_rate": 0.5}}
     assert stand_in(changes=other) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "sst2_softmax_seed_0.json was made with another --learning-rate. --redo makes it again" in said
+    assert "sst2_softmax_seed_0.json was made with another --learning-rate. Pass --redo to run it again" in said
     assert stand_in(changes=other, redo=True) == 0
     assert len(stand_in.calls("sst2_softmax_seed_0")) == 2
 
@@ -297,7 +297,7 @@ def test_only_the_report(stand_in, tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         compare(tmp_path / "no-such.yaml", output=tmp_path / "empty", report_only=True)
-    assert stop.value.code == 2 and "holds no results of a comparison" in capsys.readouterr().err
+    assert stop.value.code == 2 and "contains no results of a comparison" in capsys.readouterr().err
 
 
 def test_the_demo_ends_with_a_table_a_report_and_what_comes_next(stand_in, bert, capsys):

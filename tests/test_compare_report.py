@@ -157,7 +157,7 @@ def test_chance_of_earlier_results():
 
 
 def test_unreadable_results(tmp_path):
-    with pytest.raises(ValueError, match="holds no results of a comparison"):
+    with pytest.raises(ValueError, match="contains no results of a comparison"):
         read_comparison(tmp_path)
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ValueError, match=r"a\.json is not a JSON document"):

@@ -9,6 +9,7 @@ import pytest
 from support.models import tiny_bert
 
 from hf_rfattn.cli.errors import EXTRAS
+from hf_rfattn.install import PACKAGE, install_command
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -83,4 +84,20 @@ def test_the_base_needs_no_extra(tmp_path):
 def test_a_command_names_the_extra_before_it_measures(package, words):
     done = command([package], *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"needs the package {package}: pip install 'hf-rfattn[{EXTRAS[package]}]'" in done.stderr
+    assert f"needs the package {package}; run {install_command(EXTRAS[package])}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "recipes/README.md", *(p.relative_to(ROOT) for p in ROOT.glob("docs/**/*.md"))], ids=str
+)
+def test_pages_install_the_package_as_messages_and_cards_do(page):
+    """`hf_rfattn.install` says how; a page may add an extra or -e."""
+    found = re.findall(r"pip install (?:-e )?'?(hf-rfattn|\.)", (ROOT / page).read_text())
+    assert set(found) <= {PACKAGE} and (found or page != "README.md")
+
+
+def test_only_one_file_says_how_to_install_the_package():
+    for path in ROOT.glob("hf_rfattn/**/*.py"):
+        assert path.name == "install.py" or not re.search(
+            r"pip install (-U |--upgrade )?'?(hf-rfattn|\.)", path.read_text()
+        ), path

@@ -25,6 +25,7 @@ from hf_rfattn.bench import decode, gpu_prediction, model, ops
 from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls
+from hf_rfattn.install import install_command
 from hf_rfattn.ops import backend, fused, multipole
 
 
@@ -325,14 +326,14 @@ def test_reasons(gpu, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(backend, "DEVICES", ("cpu",))
     some_call()
-    assert backend.decisions["linear"] == "heads are smaller than 16"
+    assert backend.decisions["linear"] == "the head size is below 16"
     monkeypatch.setattr(backend, "SMALLEST_HEAD", 1)
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
     some_call()
     assert "triton is not installed" in backend.decisions["linear"]
     monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "fla" else name)
     some_call(causal=True)
-    assert "pip install 'hf-rfattn[gpu]'" in backend.decisions["causal"]
+    assert install_command("gpu") in backend.decisions["causal"]
     build(("favor+", {}))(*draw_qkv(20))
     assert backend.decisions["linear"] == "torch.float64 is not supported"
 

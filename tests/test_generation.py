@@ -323,7 +323,7 @@ def test_other_caches_are_refused():
 def test_an_architecture_that_calls_attention_twice_is_refused_with_a_cache():
     config = DiffLlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=48)
     model = patch_model(DiffLlamaForCausalLM(config).eval(), "favor+")
-    with pytest.raises(NotImplementedError, match="more than once a layer"):
+    with pytest.raises(NotImplementedError, match="more than once per layer"):
         generate(model, prompt(batch=1))
 
 

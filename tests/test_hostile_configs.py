@@ -49,7 +49,7 @@ def read_layers(layers):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("favor+", {"num_features": 16_385}, "num_features must be at least 1 and at most 16384"),
+        ("favor+", {"num_features": 16_385}, "num_features must be between 1 and 16384"),
         ("rff", {"num_features": 10**12}, "num_features"),
         ("hedgehog", {"num_features": 2**40}, "num_features"),
         ("favor+", {"hadamard_blocks": 9, "projection": "hadamard"}, "hadamard_blocks"),

@@ -41,7 +41,7 @@ def test_patch_on_a_full_disk(bert, tmp_path, monkeypatch, error, existing):
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
     said = run("patch", bert, "favor+", "-o", target, code=2)
     assert said.splitlines()[-1] == (  # transformers shows its progress before it
-        f"hf-rfattn: The disk of {target} is full, so nothing was written. Make room, or choose another folder."
+        f"hf-rfattn: The disk of {target} is full, so nothing was written. Free some space or choose another folder."
     )
     assert [path.name for path in tmp_path.rglob("*")] == (["out"] if existing else [])
     monkeypatch.undo()

@@ -80,7 +80,7 @@ def test_language_models_whose_images_see_ahead_stay_softmax(kind):
     tokens = torch.tensor([[2, 49, 49, 49, 49, 7, 8]])
     inputs = {"input_ids": tokens, "token_type_ids": (tokens == 49).long(), "pixel_values": torch.randn(1, 3, 16, 16)}
     expected = model(**inputs).logits
-    with pytest.warns(UserWarning, match="lets some tokens see those after them"):
+    with pytest.warns(UserWarning, match="lets some tokens see later ones"):
         patch_model(model, "favor+", layers=[1])
     assert all("vision_tower" in name for name in mechanisms(model)) and len(mechanisms(model)) == 1
     with pytest.warns(UserWarning, match="stay softmax"):
@@ -95,5 +95,5 @@ def test_text_models_that_see_ahead_are_refused():
         "vocab_size": 50, "layer_types": ["full_attention"],
     }  # fmt: skip
     patch_model(Gemma3TextModel(Gemma3TextConfig(**sizes)), "favor+")
-    with pytest.raises(ValueError, match="lets some tokens see those after them"):
+    with pytest.raises(ValueError, match="lets some tokens see later ones"):
         patch_model(Gemma3TextModel(Gemma3TextConfig(**sizes, use_bidirectional_attention=True)), "favor+")

@@ -335,7 +335,7 @@ def test_threads_do_not_mix(variant):
     [
         ({"q": torch.zeros(1, 3, 5, D)}, "built for"),
         ({"k": torch.zeros(1, 4, 5, D + 1)}, "built for"),
-        ({"v": torch.zeros(1, 4, 6, D)}, "5 keys but 6 values"),
+        ({"v": torch.zeros(1, 4, 6, D)}, "k has 5 tokens but v has 6"),
         ({"key_mask": torch.ones(1, 6)}, "key_mask"),
         ({"segments": torch.ones(1, 6)}, "segments"),
         ({"scale": -1.0}, "scale must be positive"),

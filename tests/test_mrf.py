@@ -273,12 +273,12 @@ E = torch.randn(X, N)
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (lambda: LinearChainMRF(E), "say how many there are, length=T"),
-        (lambda: LinearChainMRF(E.int(), length=3), "embeddings must be floating point"),
+        (lambda: LinearChainMRF(E), "give their number, length=T"),
+        (lambda: LinearChainMRF(E.int(), length=3), "embeddings must be floating-point"),
         (lambda: LinearChainMRF(E[0], length=3), r"\[states, n\] or \[T, states, n\]"),
-        (lambda: LinearChainMRF(E, length=0), "a positive whole number"),
-        (lambda: LinearChainMRF(E, length=[]), "a positive whole number"),
-        (lambda: LinearChainMRF(E[None], length=2), "needs embeddings for each, not for 1"),
+        (lambda: LinearChainMRF(E, length=0), "a positive integer"),
+        (lambda: LinearChainMRF(E, length=[]), "a positive integer"),
+        (lambda: LinearChainMRF(E[None], length=2), "needs embeddings for all of them, not for 1"),
         (
             lambda: LinearChainMRF(E, length=3, unary=E),
             r"unary must be \[X\], \[T, X\] or \[B, T, X\] with X = 4, T = 3",
@@ -287,10 +287,10 @@ E = torch.randn(X, N)
         (lambda: LinearChainMRF(E, length=3).log_partition(torch.eye(3)), "must be a feature map such as"),
         (lambda: LinearChainMRF(E, length=3).log_partition(PositiveFeatures(5, 4, N, (0,))), "5 draws"),
         (lambda: LinearChainMRF(E, length=3).log_partition(PositiveFeatures(1, 4, 2, (0,))), "have 2 dimensions"),
-        (lambda: LinearChainMRF(E, length=3).log_partition(method="tree"), "method='tree' multiplies matrices"),
+        (lambda: LinearChainMRF(E, length=3).log_partition(method="tree"), "method='tree' needs features"),
         (lambda: LinearChainMRF(E, length=3).log_partition(method="log"), "choose one of serial, matrices, tree"),
         (lambda: LinearChainMRF(E, length=3).log_prob(torch.zeros(2, 4, dtype=torch.long)), r"must be \[N, 3\]"),
-        (lambda: LinearChainMRF(E, length=2).log_prob(torch.full((1, 2), X)), "must lie in 0 … 3"),
+        (lambda: LinearChainMRF(E, length=2).log_prob(torch.full((1, 2), X)), "must be between 0 and 3"),
     ],
 )
 def test_mistakes(wrong, message):

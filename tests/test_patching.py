@@ -191,15 +191,15 @@ def test_patching_twice_replaces():
     [
         ("favour", {}, "did you mean"),
         ("favor+", {"nun_features": 3}, "did you mean 'num_features'"),
-        ("favor+", {"layers": [7]}, "There is no layer 7; this model has layers 0-1"),
+        ("favor+", {"layers": [7]}, "This model has no layer 7; its layers are 0-1"),
         ("favor+", {"layers": []}, "No layer was chosen"),
-        ("favor+", {"layers": "first"}, "does not name layers"),
-        ("favor+", {"layers": [True]}, "does not name layers"),
-        ({0: "favor+"}, {"layers": [0]}, "already says which layers"),
-        ({0: "favor+"}, {"num_features": 3}, "already says which layers"),
-        ({0: "favor+", "0-1": "rff"}, {}, "named twice"),
+        ("favor+", {"layers": "first"}, "Cannot parse the layers"),
+        ("favor+", {"layers": [True]}, "Cannot parse the layers"),
+        ({0: "favor+"}, {"layers": [0]}, "cannot be combined with a mapping"),
+        ({0: "favor+"}, {"num_features": 3}, "cannot be combined with a mapping"),
+        ({0: "favor+", "0-1": "rff"}, {}, "given twice"),
         ({"0-1": "softmax"}, {}, "No layer was chosen"),
-        ({"0-1": 3}, {}, "a name or a config"),
+        ({"0-1": 3}, {}, "a name, a config"),
         ("rff", {"num_features": 3}, "odd"),
     ],
 )
@@ -232,7 +232,7 @@ def test_cross_attention_stays_softmax_unless_asked_for():
     masked = hidden(model, input_ids=tokens, attention_mask=mask, decoder_input_ids=targets)
     cut = hidden(model, input_ids=tokens[:, :20], decoder_input_ids=targets)
     torch.testing.assert_close(masked, cut, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="means nothing in cross-attention"):
+    with pytest.raises(ValueError, match="undefined in cross-attention"):
         patch_model(model, BandConfig(), cross_attention=True)
     # layers of the encoder and of the decoder draw different projections
     draws = [m.feature_map.projection for m in mechanisms(model).values()]

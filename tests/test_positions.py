@@ -139,7 +139,7 @@ def test_positions_that_are_not_learned(name):
     [
         ("llama", r"rotary.*max_position_embeddings=256.*'factor': 4,.*'original_max_position_embeddings': 64"),
         ("pegasus", r"no learned.*resize_position_embeddings\(256\)"),
-        ("t5", "no learned absolute positions.*Relative positions"),
+        ("t5", "no learned absolute positions.*relative positions"),
         ("vit", "no learned absolute positions.*images"),
         ("xlnet", "no learned absolute positions"),
     ],
@@ -159,10 +159,10 @@ def test_the_advice_for_rotary_models_works(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"max_length": 100}, "BertModel has positions for 160 tokens already; max_length=100"),
-        ({"max_length": 0}, "positive whole number"),
-        ({"max_length": 512.0}, "positive whole number"),
-        ({"max_length": True}, "positive whole number"),
+        ({"max_length": 100}, "BertModel already has positions for 160 tokens; max_length=100"),
+        ({"max_length": 0}, "positive integer"),
+        ({"max_length": 512.0}, "positive integer"),
+        ({"max_length": True}, "positive integer"),
         ({"max_length": 512, "method": "stretch"}, "Unknown method 'stretch'; choose one of tile, interpolate"),
         ({"max_length": 512, "tokenizer": "bert"}, "model_max_length"),
     ],

@@ -181,7 +181,7 @@ def test_dry_run_contacts_nothing(hub, worker, folder):
 def test_an_interrupted_upload_goes_on_where_it_stopped(hub, worker, folder):
     hub.fail("commit", 503, times=1)
     output = worker.publish(folder, "--revision", "second", code=2)
-    assert "Run again to go on" in output
+    assert "Run again to continue" in output
     assert hub.count("put") == 1 and set(hub.repos[NAME].files("second")) == {".gitattributes"}
     worker.publish(folder, "--revision", "second")
     assert hub.count("put") == 1 and set(hub.repos[NAME].files("second")) >= SENT
@@ -220,7 +220,7 @@ def test_faults(hub, worker, folder, endpoint, how, message):
         hub.create(NAME)
     hub.fail(endpoint, message=f"the server repeats {TOKEN}", **how)
     output = worker.publish(folder, code=2)
-    assert message in output and "what is already uploaded is not sent twice" in output
+    assert message in output and "uploaded files are not sent twice" in output
     assert "Traceback" not in output
     if NAME in hub.repos and not how.get("after"):
         assert set(hub.repos[NAME].files()) == {".gitattributes"}
@@ -238,7 +238,7 @@ def test_by_the_xet_protocol(hub, tmp_path, folder):
         for endpoint in ("xet_token", "xet_xorb"):
             hub.fail(endpoint, 403, message=f"the server repeats {TOKEN}")
             output = worker.publish(folder, code=2)
-            assert "403" in output and "what is already uploaded" in output
+            assert "403" in output and "uploaded files are not sent twice" in output
             hub.faults.clear()
         assert set(hub.repos[NAME].files()) == {".gitattributes"}
         worker.publish(folder)

@@ -4,6 +4,7 @@ Imports are read from the source, wherever they stand: at the top, in a function
 """
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ RECIPES = PACKAGE.parent / "recipes"
 
 # From below to above. A module belongs to the longest name here that its own begins with.
 ROOMS = [
+    "install",
     "results",
     "import_hook",
     "ops",
@@ -128,6 +130,13 @@ def test_violations_are_seen(tmp_path):
     ]
     assert room("hub.publish") > room("bench.ops") > room("integration") > room("ops.tiles")
     assert room("operators") is None
+
+
+def test_the_drawing_shows_the_same_rooms():
+    """Of CONTRIBUTING.md, from top to bottom."""
+    drawing = (PACKAGE.parent / "docs" / "rooms.svg").read_text(encoding="utf-8")
+    drawn = ", ".join(re.findall(r'class="room">(.*?)<', drawing)).split(", ")
+    assert drawn == ["cli", "__main__", *(name for name in reversed(ROOMS) if name not in ("cli", "__main__"))]
 
 
 def test_no_test_imports_another():

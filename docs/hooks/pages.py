@@ -1,4 +1,8 @@
-"""Pages of the site that are not in `docs`: documents from elsewhere in the repository, and the command line."""
+"""Pages of the site that are not in `docs`: documents from elsewhere in the repository, and the command line.
+
+All links are written for readers of the repository, where GitHub follows them; here they are changed to those of the
+site. Files outside `docs` are below `project` there.
+"""
 
 import os
 import re
@@ -17,38 +21,40 @@ TARGET = re.compile(r"\]\(([^)#:\s]+)(?=[)#])")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the documents, the files that they link to, and the reference of the command line."""
-    root = Path(config.config_file_path).parent
-    for document in DOCUMENTS:
-        text = (root / document).read_text(encoding="utf-8")
-        linked = [root / document, *((root / document).parent / target for target in TARGET.findall(text))]
-        for path in linked:
-            relative = path.resolve().relative_to(root.resolve())
-            name = f"{FOLDER}/{relative.as_posix()}"
-            if path.is_file() and relative.parts[0] != "docs" and files.get_file_from_path(name) is None:
+    """Add the documents, the files outside `docs` that any page links to, and the reference of the command line."""
+    root = Path(config.config_file_path).parent.resolve()
+    own = [Path(file.abs_src_path) for file in files.documentation_pages()]
+    for document in [*(root / name for name in DOCUMENTS), *own]:
+        targets = TARGET.findall(document.read_text(encoding="utf-8"))
+        for path in (document, *(document.parent / target for target in targets)):
+            name = _place(path, root)
+            if path.is_file() and name.startswith(f"{FOLDER}/") and files.get_file_from_path(name) is None:
                 files.append(File.generated(config, name, abs_src_path=str(path)))
     files.append(File.generated(config, COMMANDS, content=_commands(root)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Documents are written for readers of the repository, who see folders, and for a Markdown in which lists and
-    tables need no blank line before them.
+    """Links as the site needs them. Documents from elsewhere are written for a Markdown in which lists and tables need
+    no blank line before them.
     """
+    if page.file.abs_src_path is None:
+        return markdown
+    root, here = Path(config.config_file_path).parent.resolve(), Path(page.file.abs_src_path).parent
+    markdown = LINK.sub(lambda link: link[1] if (here / link[2]).is_dir() else link[0], markdown)
+    folder = Path(page.file.src_uri).parent
+    markdown = TARGET.sub(lambda target: f"]({os.path.relpath(_place(here / target[1], root), folder)}", markdown)
     if not page.file.src_uri.startswith(f"{FOLDER}/"):
         return markdown
-    here = Path(page.file.abs_src_path).parent
-    markdown = LINK.sub(lambda link: link[1] if (here / link[2]).is_dir() else link[0], markdown)
-    markdown = TARGET.sub(lambda target: f"]({_on_site(here, target[1], page, config)}", markdown)
     return re.sub(r"(?m)^((?!-|  |\|).*\S)\n(?=- |\|)", r"\1\n\n", markdown)
 
 
-def _on_site(here: Path, target: str, page: Any, config: Any) -> str:
-    """A link to a page of `docs`, which the site has at its root."""
-    path, docs = (here / target).resolve(), Path(config.docs_dir).resolve()
-    if not path.is_relative_to(docs):
-        return target
-    return os.path.relpath(path.relative_to(docs), Path(page.file.src_uri).parent)
+def _place(path: Path, root: Path) -> str:
+    """Where the site has a file of the repository."""
+    relative = path.resolve().relative_to(root)
+    if relative.parts[0] == "docs":
+        return relative.relative_to("docs").as_posix()
+    return f"{FOLDER}/{relative.as_posix()}"
 
 
 def _commands(root: Path) -> str:

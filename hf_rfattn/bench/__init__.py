@@ -1,1 +1,1 @@
-"""Measurements of speed and memory, each with a table, a plot and one JSON result."""
+"""Benchmarks of speed and memory, each with a table, a plot and one JSON result."""

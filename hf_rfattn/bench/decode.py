@@ -1,20 +1,18 @@
-"""Generating one token after a context of n: milliseconds and bytes of cache, softmax against mechanisms.
+"""Benchmark of generation: time per token and cache size after a context of n tokens, softmax and mechanisms.
 
-What is timed is one forward pass of the whole model with its cache, as each step of `generate` makes it (the mask of
-all ones included), several in a row; choosing the token is left out. The context is not computed, which would take
-hours on a CPU:
+Each timed run is several consecutive forward passes of the whole model with its cache, as in `generate` (with its mask
+of ones), without the choice of the token. The context is not computed, which would take hours on a CPU:
 
-- Softmax's time after n tokens depends on the size of its cache alone. A `DynamicCache` is filled with n random keys
-  and values a layer. Every step then pays what it pays in `generate`: `torch.cat` copies keys and values of each layer
-  to append one, and attention reads them.
-- A `StaticCache` has room for all tokens from the start: a step writes one row and copies nothing. Compiled steps use
-  one, whatever the attention.
-- A patched layer's state has one size. It is made by a short prompt, and told that it has seen n tokens. If it holds
-  all keys, it is filled with n random ones.
+- The time of softmax depends only on the size of its cache, so a `DynamicCache` is filled with n random keys and values
+  per layer. Each step costs what it costs in `generate`: `torch.cat` copies the keys and values of each layer to append
+  one, and attention reads them.
+- A `StaticCache` is allocated for all tokens, so a step writes one row and copies nothing. Compiled steps always use
+  it.
+- The state of a patched layer has a constant size. A short prompt creates it, and its token count is set to n. If it
+  holds all keys, it is filled with n random ones.
 
-Before each timed row of steps, off the clock, the cache is cut back to n - 1 tokens, contiguous as `torch.cat` leaves
-it, and one step is made, so that what is timed begins after n tokens and in the wake of its own kind. All mechanisms
-at one context are interleaved.
+Before each timed run, the cache is cut back to n - 1 tokens, contiguous as after `torch.cat`, and one step is run
+without timing. All mechanisms at one context are interleaved.
 """
 
 import itertools
@@ -38,12 +36,12 @@ from .timing import Competitor
 
 __all__ = ["Decoder", "cache_bytes", "measure", "report"]
 
-PROMPT = 64  # tokens, or fewer, that make a state
+PROMPT = 64  # maximum number of tokens of the prompt that creates a state
 STATIC = f"{SOFTMAX}, static cache"
 
 
 def measure(settings: DecodeSettings, progress: Progress = no_progress) -> Document:
-    """The result document. `progress` is called with the share of the work that is done and what is being done."""
+    """Run the benchmark and return its result document. `progress(share, doing)` is called with the progress."""
     if min(settings.contexts) < 2:
         raise ValueError("A context must have at least 2 tokens.")
     attention = named_configs(name for name in settings.attention if name != SOFTMAX)
@@ -59,7 +57,7 @@ def measure(settings: DecodeSettings, progress: Progress = no_progress) -> Docum
         return {row: Competitor(d.run, d.prepare, settings.tokens) for row, d in decoders.items()}
 
     def columns(race: Race, row: Row) -> dict[str, Any]:
-        race.competitors[row].prepare()  # so that the cache holds the context and no more
+        race.competitors[row].prepare()  # the cache then holds exactly the context
         return {"cache_bytes": cache_bytes(decoders[row].cache)}
 
     with measuring("bench decode", settings) as result:
@@ -110,7 +108,7 @@ class Decoder:
             self._lengthen(layer)
 
     def prepare(self) -> None:
-        """Cut the cache back and make the one step that brings it to `context` tokens."""
+        """Cut the cache back and run one step, after which it holds `context` tokens."""
         for layer in self.cache.layers:
             self._rewind(layer)
         self.length = self.context - 1
@@ -129,7 +127,7 @@ class Decoder:
         model(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True)
 
     def _lengthen(self, layer: Any) -> None:
-        """Random keys and values in place of the prompt's, as many as the context needs."""
+        """Replace the keys and values of the prompt with random ones for the whole context."""
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             for name in ("keys", "values"):
                 old = getattr(layer, name)
@@ -146,7 +144,7 @@ class Decoder:
                 layer.state.copy_(layer.state.extended(k, v, None)[0])
         elif not isinstance(layer, RecurrentLayer):
             raise ValueError(
-                f"bench decode knows no way to lengthen a {type(layer).__name__} of {type(self.model).__name__}."
+                f"bench decode does not support {type(self.model).__name__}, whose cache has a {type(layer).__name__}."
             )
 
     def _rewind(self, layer: Any) -> None:
@@ -164,13 +162,13 @@ class Decoder:
             layer.cumulative_length = self.context - 1
 
     def _kept(self, layer: DynamicLayer) -> int:
-        """How many keys a layer holds before the step that `prepare` makes."""
+        """Number of keys of a layer before the step in `prepare`."""
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else math.inf
         return int(min(self.context - 1, window - 1))
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes that the tensors of a cache hold."""
+    """Size of the tensors of a cache in bytes."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, RecurrentLayer):

@@ -1,11 +1,10 @@
-"""What the fused kernels should cost on a GPU, counted from shapes: predicted, not measured.
+"""Predicted (not measured) cost of the fused kernels on a GPU, computed from shapes.
 
-Operations and bytes are per token and head, of a forward pass in bfloat16 without gradients or masks. A kernel takes
-the longer of operations / peak rate and bytes / bandwidth; kernels follow each other. Kernels of torch that are not
-fused read their inputs from memory, write their outputs to it, and multiply in float32. Softmax is flash attention,
-which reads q, k and v and writes its output once. Break-even is the length from which a path takes less time, if all
-kernels reach the same share of the peak; the time of launching kernels, which decides at short lengths and small
-batches, is left out.
+Operations and bytes are per token and head, for a forward pass in bfloat16 without gradients or masks. A kernel takes
+the larger of operations / peak rate and bytes / bandwidth; kernels run one after another. Unfused torch kernels read
+inputs from memory, write outputs to memory and multiply in float32. Softmax is flash attention, which reads q, k and v
+and writes its output once. The break-even length assumes that all kernels reach the same share of the peak, and ignores
+launch overhead, which dominates at short lengths and small batches.
 """
 
 import math
@@ -14,15 +13,15 @@ from typing import NamedTuple
 from ..mechanisms.multipole import CAUSAL_BLOCK, MultipoleConfig, block_and_tile
 from ..results import Table
 
-BLOCK = 128  # queries and keys of a block of FlexAttention
-CHUNK = 64  # tokens of a chunk of gated linear attention
+BLOCK = 128  # block size of FlexAttention
+CHUNK = 64  # chunk size of gated linear attention
 HEADS = 96  # batch times heads
-LENGTHS = 8192, 16384  # at which costs that grow are compared
+LENGTHS = 8192, 16384  # lengths between which growing costs are fitted
 
 
 class Device(NamedTuple):
-    """Peak figures of the vendor: operations a second, dense, in bfloat16 and without tensor cores in float32; bytes a
-    second; multiprocessors.
+    """Peak figures of the vendor: dense operations per second in bfloat16 and, without tensor cores, in float32; bytes
+    per second; number of multiprocessors.
     """
 
     name: str
@@ -56,7 +55,7 @@ DEVICES = (
 
 
 class Kernel(NamedTuple):
-    """Work of a kernel per token and head; `programs` is how many multiprocessors it can keep busy."""
+    """Work of a kernel per token and head; `programs` is the number of multiprocessors it can use."""
 
     operations: float
     bytes: float
@@ -70,26 +69,26 @@ class Kernel(NamedTuple):
 
 
 def attend(keys: float, dim: int, tokens_read: float, tokens_written: float, programs: float = math.inf) -> Kernel:
-    """A call of FlexAttention in which each token meets `keys` others; tokens are vectors of bfloat16."""
+    """A call of FlexAttention in which each token attends to `keys` others, in bfloat16."""
     return Kernel(4 * keys * dim, 2 * dim * (tokens_read + tokens_written) + 4, programs)
 
 
 def torch_kernels(numbers: float, operations: float = 0) -> Kernel:
-    """Kernels of torch that read and write so many numbers in float32."""
+    """Unfused torch kernels that read and write `numbers` values in float32."""
     return Kernel(operations, 4 * numbers, float32=True)
 
 
 def flash(length: float, causal: bool, dim: int) -> Kernel:
-    """Flash attention: q, k and v are read and the output is written once."""
+    """Flash attention, which reads q, k and v and writes the output once."""
     return Kernel((2 if causal else 4) * dim * length, 8 * dim)
 
 
 def paths(length: int, dim: int = 64, features: int = 64, bandwidth: int = 32) -> dict[tuple[str, bool], list[Kernel]]:
-    """The kernels of each path at a sequence length, by its name and whether it is causal."""
+    """The kernels of each path, by (name, causal), at a sequence length."""
     M, programs = features, HEADS * math.ceil(features / BLOCK)
     favor = [torch_kernels(dim / 2 + 2), attend(M, dim, 2, 0, programs), attend(M, dim, 1, 1)]  # norms come first
     half = HEADS * math.ceil(dim / BLOCK)  # hedgehog: two halves of as many features as the head size
-    normaliser = attend(dim, dim, 1, 1)  # whose output nobody reads
+    normaliser = attend(dim, dim, 1, 1)  # only its log-sum-exp is used
     hedgehog = 2 * [normaliser, attend(dim, dim, 2, 0, half), normaliser, attend(dim, dim, 1, 1)]
     hedgehog.append(torch_kernels(2 * (dim / 2 + dim) + 2 * dim + dim + dim / 2))  # to float32, merged, and back
     reach = 2 * math.ceil(bandwidth / BLOCK) + 1
@@ -144,9 +143,7 @@ def _causal_multipole(length: int, dim: int) -> list[Kernel]:
 
 
 def break_even(path: tuple[str, bool], device: Device, dim: int = 64) -> int | None:
-    """The first length, of those with two digits, from which a path takes less time than flash attention; None if
-    there is none below ten million.
-    """
+    """The break-even length with flash attention to two significant digits; None if it is ten million or more."""
     for length in (digits * 10**power for power in range(1, 6) for digits in range(10, 100)):
         seconds = sum(kernel.seconds(device) for kernel in paths(length, dim)[path])
         if seconds <= flash(length, path[1], dim).seconds(device):
@@ -155,7 +152,7 @@ def break_even(path: tuple[str, bool], device: Device, dim: int = 64) -> int | N
 
 
 def table(dim: int = 64) -> Table:
-    """Operations, bytes and predicted break-even lengths of each path."""
+    """Table of operations, bytes and predicted break-even lengths of each path."""
     rows = []
     for causal, form in ((False, "bidirectional"), (True, "causal")):
         both = {"softmax (flash)": [[flash(length, causal, dim)] for length in LENGTHS]}
@@ -172,7 +169,7 @@ def table(dim: int = 64) -> Table:
 
 
 def _formula(values: list[float]) -> str:
-    """A number, or how it grows, from what it is at two lengths."""
+    """Format a cost as a constant or a linear function of length, from its values at two lengths."""
     slope = (values[1] - values[0]) / (LENGTHS[1] - LENGTHS[0])
     if not slope:
         return f"{values[0]:,.0f}"

@@ -1,4 +1,4 @@
-"""Models to measure: with random weights or pretrained, softmax and patched copies that hold the same weights."""
+"""Loads models for benchmarks, random or pretrained: softmax and patched copies that share their weights."""
 
 import copy
 import warnings
@@ -21,7 +21,7 @@ from .measuring import DTYPES
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attn_dropout")
 
 
-SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {  # like bert-base and gpt2, for inputs of so many tokens
+SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {  # shaped like bert-base and gpt2, with `length` positions
     "bert": lambda length: transformers.BertForSequenceClassification(
         transformers.BertConfig(max_position_embeddings=length, attention_probs_dropout_prob=0.0)
     ),
@@ -30,9 +30,9 @@ SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {  # like bert-base and gp
 
 
 def load_model(name: str, length: int, *, dtype: str, device: str, kind: Any = None) -> PreTrainedModel:
-    """One of `SHAPES`, a folder or a name on the Hub; with softmax through sdpa and without attention dropout.
+    """Load one of `SHAPES`, a folder or a model on the Hub, with softmax (sdpa) and without attention dropout.
 
-    `length`: of the longest input. `kind`: the class to load; by default the one it was saved from.
+    `length`: of the longest input. `kind`: the class to load, by default the one it was saved from.
     """
     if name in SHAPES:
         model = SHAPES[name](length)
@@ -47,8 +47,8 @@ def load_model(name: str, length: int, *, dtype: str, device: str, kind: Any = N
     positions = learned_positions(model)
     if positions is not None and length > positions:
         raise ValueError(
-            f"This {model.config.model_type} has {positions} positions, too few for {length:,} tokens; choose shorter "
-            "inputs."
+            f"This {model.config.model_type} model has {positions} positions, too few for {length:,} tokens; choose "
+            "shorter inputs."
         )
     model.set_attn_implementation("sdpa")
     nn.Module.to(model, device=device, dtype=DTYPES[dtype])
@@ -56,9 +56,9 @@ def load_model(name: str, length: int, *, dtype: str, device: str, kind: Any = N
 
 
 def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: int) -> dict[str, PreTrainedModel]:
-    """The model and a patched copy for each mechanism; all of them hold the same weights, not copies of them.
+    """Return the model and a patched copy for each mechanism, all of which share the same weight tensors.
 
-    `mechanisms`: what `patch_model` takes, by name.
+    `mechanisms`: arguments of `patch_model` by name.
     """
     weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     models = {SOFTMAX: model}
@@ -68,14 +68,14 @@ def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: i
 
 
 def patch_quietly(model: PreTrainedModel, attention: Any, seed: int = 0) -> PreTrainedModel:
-    """`patch_model`, without its warnings of layers that stay softmax and of mechanisms that need training."""
+    """`patch_model` without its warnings about layers that stay softmax and mechanisms that need training."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return patch_model(model, attention, seed=seed)
 
 
 def describe(model: PreTrainedModel, given: str, dtype: str) -> dict[str, Any]:
-    """What a result says of a model that was loaded as `given`."""
+    """Describe, for a result document, a model that was loaded as `given`."""
     sites = [site for site in find_attention(model) if not site.cross]
     return {
         "name": f"{given}-shaped, random weights" if given in SHAPES else name_of(given),
@@ -90,7 +90,7 @@ def describe(model: PreTrainedModel, given: str, dtype: str) -> dict[str, Any]:
 
 
 def named_configs(names: Iterable[str]) -> dict[str, MechanismConfig]:
-    """Configs of mechanisms, each once; an alias keeps its name only where it is more than another name.
+    """Configs of mechanisms by name, each once. An alias without options of its own is replaced by the main name.
 
     >>> list(named_configs(["performer", "favor+", "linear", "elu-"]))
     ['favor+', 'linear', 'elu-']
@@ -103,7 +103,7 @@ def named_configs(names: Iterable[str]) -> dict[str, MechanismConfig]:
 
 
 def random_tokens(model: PreTrainedModel, batch: int, length: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens, and the mask that a tokenizer gives where nothing is padded."""
+    """Random tokens with a mask of ones, as a tokenizer returns it without padding."""
     generator = torch.Generator(model.device).manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (batch, length), generator=generator, device=model.device)

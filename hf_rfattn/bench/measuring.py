@@ -1,8 +1,8 @@
-"""What all benchmarks do: begin and end a result document, and time attention on several paths in turn.
+"""Shared code of all benchmarks: creates the result document and times attention on several paths.
 
-A path is a way to run the same mechanism: plain torch operations, the same compiled by `torch.compile`, or the fused
-kernels of a GPU (`ops.backend`). All of them, and softmax, take turns in one race. A path that cannot be measured is
-left out with its reason. Times include the launch of kernels and end when the device has finished.
+A path is a way to run a mechanism: plain torch operations, the same compiled with `torch.compile`, or fused GPU kernels
+(`ops.backend`). All paths and softmax are timed alternately in one race. A path that cannot be measured is left out,
+and the reason is recorded. Times include kernel launches and end when the device has finished.
 """
 
 import time
@@ -21,8 +21,8 @@ from .timing import Competitor, interleave, median_ratio, spread, synchroniser, 
 
 TORCH, COMPILED, FUSED = PATHS
 BACKENDS = {TORCH: "torch", COMPILED: "torch", FUSED: "auto"}
-WARMUP = 1  # repetitions
-PROGRAMS = 256  # that torch.compile may make of one function: several models share it
+WARMUP = 1  # number of warm-up repetitions
+PROGRAMS = 256  # recompile limit of torch.compile per function, which several models share
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Document = dict[str, Any]
@@ -30,18 +30,18 @@ Progress = Callable[[float, str], Any]
 
 
 def no_progress(share: float, doing: str) -> None:
-    """Tells nobody the share of the work that is done and what is being done."""
+    """Ignore progress: `share` is the part of the work that is done, `doing` the current step."""
 
 
 @contextmanager
 def measuring(kind: str, settings: Settings) -> Iterator[Document]:
-    """A result document, to be filled inside the block, where threads, seed and backend are those of the settings."""
+    """Yield a result document to fill, with the threads, seed and backend of the settings."""
     if settings.dtype not in DTYPES:
-        raise ValueError(f"dtype {settings.dtype!r} is not possible; choose one of {', '.join(DTYPES)}.")
+        raise ValueError(f"Unknown dtype {settings.dtype!r}; choose one of {', '.join(DTYPES)}.")
     try:
         torch.empty(0, device=settings.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {settings.device!r} is not possible here. {error}") from error
+        raise ValueError(f"The device {settings.device!r} is not available. {error}") from error
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(threads(settings.threads))
@@ -50,7 +50,7 @@ def measuring(kind: str, settings: Settings) -> Iterator[Document]:
         if COMPILED in settings.paths:
             import torch._inductor.config as inductor
 
-            stack.enter_context(inductor.patch(force_disable_caches=True))  # not what an earlier run compiled
+            stack.enter_context(inductor.patch(force_disable_caches=True))  # measure compilation without caches
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=PROGRAMS))
         torch.manual_seed(settings.seed)
         result = new_result(kind, seed=settings.seed, device=settings.device)
@@ -61,7 +61,7 @@ def measuring(kind: str, settings: Settings) -> Iterator[Document]:
 
 
 class Row(NamedTuple):
-    """What competes: an attention, with so many features if that can be chosen, on a path."""
+    """A competitor: an attention on a path, with its number of features if that is an option."""
 
     attention: str
     features: int | None = None
@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 class Race(NamedTuple):
-    """What ran, its seconds by repetition, those of first calls that compile, and why rows were left out."""
+    """Competitors, their seconds per repetition and, if compiled, of the first call; and reasons for missing rows."""
 
     competitors: dict[Row, Competitor]
     seconds: dict[Row, list[float]]
@@ -77,14 +77,14 @@ class Race(NamedTuple):
     left_out: dict[Row, str]
 
     def times(self, row: Row) -> dict[str, Any]:
-        """What a cell of a result says of a row."""
+        """Times of a row for a cell of the result."""
         own, steps, softmax = self.seconds[row], self.competitors[row].steps, self.seconds.get(Row(SOFTMAX))
         found: dict[str, Any] = {"milliseconds": spread([1000 * s / steps for s in own])}
         found["speed_over_softmax"] = None if softmax is None else rounded(median_ratio(softmax, own))
         return found | ({"first_call_seconds": rounded(self.first[row])} if row in self.first else {})
 
     def step_bytes(self, row: Row, device: str) -> int | None:
-        """Memory that one more run takes."""
+        """Memory used by one more run, in bytes."""
         self.competitors[row].prepare()
         around = bytes_around(self.competitors[row].run, torch.device(device))
         return None if around is None else around[1] - around[0]
@@ -98,15 +98,15 @@ def measure_rounds(
     columns: Callable[[Race, Row], dict[str, Any]],
     progress: Progress,
 ) -> None:
-    """Add the cells of each round. A round is a length and other labels, for which `competitors` gives what to time;
-    `columns`: what else a cell has.
+    """Measure each round and add its cells to the result. A round is a length with other labels; `competitors(**round)`
+    returns what to time, and `columns` further fields of a cell.
     """
     work = [labels["length"] * (labels["length"] + 4096) * (3 if labels.get("training") else 1) for labels in rounds]
     for number, labels in enumerate(rounds):
         doing = [name for name in ("causal", "training") if labels.get(name)] + [f"{labels['length']:,} tokens"]
         progress(sum(work[:number]) / sum(work), ", ".join(doing))
         if labels["length"] == rounds[0]["length"]:
-            torch.compiler.reset()  # programs serve all lengths
+            torch.compiler.reset()  # compiled code is reused for all lengths
         found = race(competitors(**labels), settings)
         for row in found.seconds:
             result["cells"].append(row._asdict() | labels | found.times(row) | columns(found, row))
@@ -114,8 +114,8 @@ def measure_rounds(
 
 
 def race(competitors: Mapping[Row, Competitor], settings: Settings) -> Race:
-    """Time rows in turn, after a first call of each path that compiles or may not exist here; on a GPU of all rows,
-    which may not fit in its memory.
+    """Time rows alternately, after a first call of each path that compiles or may be unavailable (on a GPU, of all
+    rows, which may run out of memory).
     """
     device, chosen = torch.device(settings.device), {}
     first: dict[Row, float] = {}
@@ -136,7 +136,7 @@ def race(competitors: Mapping[Row, Competitor], settings: Settings) -> Race:
 
 
 def _with_backend(competitor: Competitor, name: str) -> Competitor:
-    """The switch is set before each run: competitors take turns."""
+    """Set the backend before each run, since competitors alternate."""
 
     def prepare() -> None:
         backend.set_backend(name)
@@ -148,7 +148,7 @@ def _with_backend(competitor: Competitor, name: str) -> Competitor:
 def _first_call(
     competitor: Competitor, path: str, device: torch.device, synchronise: Callable[[], Any]
 ) -> tuple[float, str | None]:
-    """Its seconds, and why the path cannot be measured; None if it can."""
+    """Return the seconds of the first call and the reason why the path cannot be measured, None if it can."""
     if path == FUSED and device.type not in backend.DEVICES:
         return 0.0, f"there are no fused kernels for the device {device.type!r}"
     backend.decisions.clear()
@@ -157,7 +157,7 @@ def _first_call(
         competitor.prepare()
         competitor.run()
         synchronise()
-    except Exception as error:  # whatever a compiler or a driver may raise: other rows can still be measured
+    except Exception as error:  # compilers and drivers raise many kinds; other rows can still be measured
         return 0.0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     seconds, decisions = time.perf_counter() - start, backend.decisions
     if path != FUSED or None in decisions.values():

@@ -1,4 +1,4 @@
-"""Memory that a run takes: the largest resident set of the process during the run, over the one before it."""
+"""Memory usage of a run: the peak resident set of the process during the run, minus that before it."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ STATUS, REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def bytes_around(run: Callable[[], object], device: torch.device) -> tuple[int, int] | None:
-    """Bytes held before a run and at its peak; None where that cannot be known (a CPU without Linux).
+    """Return the bytes in use before a run and at its peak; None where unknown (on a CPU, other systems than Linux).
 
     >>> around = bytes_around(lambda: torch.ones(2**22), torch.device("cpu"))
     >>> around is None or around[1] - around[0] > 2**23
@@ -28,13 +28,13 @@ def bytes_around(run: Callable[[], object], device: torch.device) -> tuple[int, 
         return before, torch.cuda.max_memory_allocated(device)
     if not REFERENCES.exists():
         return None
-    # What was freed earlier but is kept for the next allocation would hide what the run takes.
+    # Freed memory that the allocator keeps would hide what the run uses.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
     before = psutil.Process().memory_info().rss
-    REFERENCES.write_text("5")  # from here on the peak is counted anew
+    REFERENCES.write_text("5")  # resets the peak
     run()
-    # not `ru_maxrss`, which is never set back and which a process inherits from the one that started it
+    # Not `ru_maxrss`, which cannot be reset and is inherited from the parent process.
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     return before, int(line.split()[1]) * 1024

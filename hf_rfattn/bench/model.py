@@ -1,13 +1,13 @@
-"""A whole model by length of its input: a forward pass, and a training step, softmax against mechanisms.
+"""Benchmark of whole models by input length: forward pass and training step, softmax and mechanisms.
 
-Inference is a forward pass without gradients. A training step is a forward pass in train mode, a backward pass from the
-mean square of the model's first output (which costs what a loss on the same output costs, but for the loss itself), and
-a step of AdamW. The head is the model's own: a language model computes the logits of every token. Attention dropout is
-off everywhere: patched layers have none, and torch's fused kernels for softmax have none on a CPU.
+Inference is a forward pass without gradients. A training step is a forward pass in training mode, a backward pass from
+the mean square of the model's first output (as expensive as a loss on that output, except for the loss itself), and an
+AdamW step. The model has its own head: a language model computes the logits of all tokens. Attention dropout is off for
+all models: patched layers have none, and torch's fused softmax kernels have none on a CPU.
 
-All models hold the same weights; only what is patched differs. They run in turn. The memory of a step is that of one
-run of its own, after all timing: the largest resident set over the one before (on CUDA, what torch allocated), so
-weights and the state of AdamW are not in it, gradients and activations are.
+All models share the same weights and run alternately. The memory of a step is measured in a separate run after timing:
+the peak resident set minus that before the run (on CUDA, torch's allocations). It includes gradients and activations,
+but not weights and the state of AdamW.
 """
 
 import itertools
@@ -45,19 +45,19 @@ from .timing import Competitor
 
 __all__ = ["measure", "report", "speed_documents"]
 
-LEARNING_RATE = 1e-6  # so small that weights stay what they are; the cost of a step does not depend on it
+LEARNING_RATE = 1e-6  # small, so that weights hardly change; the cost of a step does not depend on it
 AS_SAVED = "as saved"
 
 
 def measure(settings: ModelSettings, progress: Progress = no_progress) -> Document:
-    """The result document. `progress` is called with the share of the work that is done and what is being done."""
+    """Run the benchmark and return its result document. `progress(share, doing)` is called with the progress."""
     attention: dict[str, Any] = dict(named_configs(settings.attention))  # unknown names fail now
     given = settings.model
     with measuring("bench model", settings) as result:
         progress(0, f"loading {given}")
         model = load_model(given, max(settings.lengths), dtype=settings.dtype, device=settings.device)
         if model.main_input_name != "input_ids":
-            raise ValueError(f"{type(model).__name__} takes {model.main_input_name}; bench model gives it tokens.")
+            raise ValueError(f"{type(model).__name__} takes {model.main_input_name}; bench model supports text only.")
         model.config.get_text_config().use_cache = False
         attention = attention or _as_saved(given) or dict(named_configs(["favor+"]))
         models = share_weights(model, attention, settings.seed)
@@ -98,13 +98,13 @@ def measure(settings: ModelSettings, progress: Progress = no_progress) -> Docume
 
 
 def _as_saved(name: str) -> dict[str, Any]:
-    """What a patched checkpoint was saved with, by layers; nothing for other models."""
+    """The attention of a patched checkpoint, by layers; empty for other models."""
     spec = None if name in SHAPES else getattr(load_config(name).get_text_config(), SPEC, None)
     return {AS_SAVED: spec["layers"]} if spec else {}
 
 
 def _calls(models: dict[str, PreTrainedModel], paths: Sequence[str]) -> dict[Row, Any]:
-    """What each row calls. Softmax has no fused row: torch's attention is fused."""
+    """The callable of each row. Softmax has no fused row, since torch's attention is already fused."""
     calls: dict[Row, Any] = {Row(SOFTMAX): models[SOFTMAX]}
     for (name, model), path in itertools.product(models.items(), paths):
         if name != SOFTMAX or path != FUSED:
@@ -125,7 +125,7 @@ def _train(model: Any, optimizers: list[torch.optim.Optimizer], inputs: Mapping[
 
 
 def _optimizers(models: dict[str, PreTrainedModel]) -> dict[str, list[torch.optim.Optimizer]]:
-    """One for the weights that all models hold, and one for what a mechanism learns."""
+    """One optimizer for the shared weights, and one for the parameters of each mechanism."""
     shared = list(models[SOFTMAX].parameters())
     known = {id(parameter) for parameter in shared}
     common = torch.optim.AdamW(shared, lr=LEARNING_RATE)
@@ -137,21 +137,21 @@ def _optimizers(models: dict[str, PreTrainedModel]) -> dict[str, list[torch.opti
 
 
 def _features(model: PreTrainedModel) -> int | None:
-    """Length of φ in the first patched layer."""
+    """Number of features in the first patched layer."""
     return next((module.num_features for module in model.modules() if isinstance(module, Mechanism)), None)
 
 
 def _causal(model: PreTrainedModel) -> bool | None:
-    """None for a model with attention of both kinds."""
+    """Whether the model is causal; None for a model with both kinds of attention."""
     flags = {is_causal(site) for site in find_attention(model) if not site.cross}
     return flags.pop() if len(flags) == 1 else None
 
 
 def speed_documents(result: Document) -> dict[str, Document]:
-    """What model cards show of a result, by name of the mechanism: documents of kind "speed" (`results/schema.py`).
+    """Convert a result to documents of kind "speed" (`results/schema.py`) for model cards, by name of the mechanism.
 
-    Times are those of the fused path where it was measured, which is then the default, otherwise of the torch path.
-    Peaks are those of a forward pass: weights and what it takes beyond them.
+    Times are those of the fused path if it was measured, since it is then the default, otherwise of the torch path.
+    Peak memory is that of a forward pass, including the weights.
     """
     cells: dict[str, dict[int, Cell]] = {}
     for path in (TORCH, FUSED):

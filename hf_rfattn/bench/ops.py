@@ -1,9 +1,9 @@
-"""One attention layer by length: mechanisms against softmax.
+"""Benchmark of one attention layer by length: mechanisms and softmax.
 
-A round has one direction, one pass and one length; everything in it is interleaved. Inference is a forward pass without
-gradients; training is a forward and a backward pass to q, k, v (and to what the mechanism learns). Softmax is torch's
-`scaled_dot_product_attention`, flash attention on a GPU in half precision. On a GPU a cell also has the bytes that a
-call allocates.
+A round has one direction, one pass and one length; its measurements are interleaved. Inference is a forward pass
+without gradients; training is a forward pass and a backward pass to q, k, v and the parameters of the mechanism.
+Softmax is torch's `scaled_dot_product_attention` (flash attention on a GPU in half precision). On a GPU, memory
+allocations are measured too.
 """
 
 import itertools
@@ -28,7 +28,7 @@ __all__ = ["configs", "measure", "report"]
 
 
 def configs(settings: OpsSettings) -> list[tuple[str, MechanismConfig]]:
-    """Every mechanism with every number of features."""
+    """All combinations of mechanisms and numbers of features."""
     found = []
     for name, config in named_configs(settings.attention).items():
         if any(field.name == "num_features" for field in fields(config)):
@@ -39,7 +39,7 @@ def configs(settings: OpsSettings) -> list[tuple[str, MechanismConfig]]:
 
 
 def measure(settings: OpsSettings, progress: Progress = no_progress) -> Document:
-    """The result document. `progress` is called with the share of the work that is done and what is being done."""
+    """Run the benchmark and return its result document. `progress(share, doing)` is called with the progress."""
     named = configs(settings)
     layers: dict[Row, Callable[..., Tensor]] = {Row(SOFTMAX): scaled_dot_product_attention}
 
@@ -78,7 +78,7 @@ def measure(settings: OpsSettings, progress: Progress = no_progress) -> Document
 def competitor(
     attend: Callable[..., Tensor], tensors: list[Tensor], parameters: list[Tensor], training: bool
 ) -> Competitor:
-    """A forward pass, or both passes, on copies of q, k, v and with the gradient of the output."""
+    """A competitor that runs a forward pass, or forward and backward, on copies of q, k, v."""
     q, k, v = (x.detach().requires_grad_(training) for x in tensors[:3])
 
     @torch.no_grad()

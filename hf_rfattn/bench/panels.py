@@ -1,4 +1,4 @@
-"""Figures of lines, by length or another size, as benchmarks and studies draw them."""
+"""Line plots of benchmarks and studies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """`name`: whose colour and marker it has (`results.plots`), by default its label's; `style`: what differs."""
+    """A line. `name`: key of its colour and marker in `results.plots`, by default its label; `style`: overrides."""
 
     label: str
     x: Sequence[float]
@@ -24,10 +24,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines on logarithmic axes, or above `categories` on plain ones.
+    """Lines on logarithmic axes, or over `categories` on linear ones.
 
-    `rate`: the power of a known rate and how to write it. `break_even`: lengths to mark on the line of softmax, with
-    the name whose colour the mark has.
+    `rate`: exponent and label of a reference line. `break_even`: lengths to mark on the softmax line, each with the
+    name that determines its colour.
     """
 
     title: str
@@ -42,7 +42,7 @@ class Panel:
 def lines_of(
     rows: Iterable[Mapping[str, Any]], x: str, y: str, by: str, styles: Mapping[str, Mapping[str, Any]] | None = None
 ) -> list[Line]:
-    """A line for each value of the column `by`: column y against column x, with the band from low to high."""
+    """One line for each value of the column `by`: column y against column x, with a band from low to high."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row[by], []).append(row)
@@ -55,7 +55,7 @@ def lines_of(
 
 
 def draw(title: str, grid: Sequence[Sequence[Panel]], width: float = 5.0) -> "Figure":
-    """A figure with rows of panels, and one legend for all of them."""
+    """Draw a grid of panels with one legend."""
     from matplotlib.figure import Figure
 
     from ..results.plots import title_and_legend

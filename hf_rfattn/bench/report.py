@@ -1,7 +1,7 @@
-"""The tables and the plot of a benchmark, from its document alone; also of those that earlier versions have written.
+"""Tables and plot of a benchmark from its result document; also reads documents of earlier versions.
 
-A cell is one attention on one path at one length. A round is all cells with the same other labels: direction and pass
-of `bench ops`, pass of `bench model`, batch of `bench decode`.
+A cell is one attention on one path at one length. A round is a set of cells with equal other labels: direction and pass
+in `bench ops`, pass in `bench model`, batch in `bench decode`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ STYLES: dict[str, dict[str, Any]] = {TORCH: {}, COMPILED: {"linestyle": ":"}, FU
 
 
 def cells_of(result: Document) -> list[Cell]:
-    """All cells, by length, with the same names in all benchmarks."""
+    """All cells by length, with the same field names for all benchmarks."""
     found = []
     for cell in result["cells"]:
         if cell.get("kind", SOFTMAX) in (SOFTMAX, "mechanism"):
@@ -43,7 +43,7 @@ def cells_of(result: Document) -> list[Cell]:
 
 
 def rows_of(result: Document) -> list[tuple[str, list[Cell]]]:
-    """The cells of each row, by length, with the name of its round."""
+    """The cells of each row by length, with the name of their round."""
     rows: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells_of(result):
         rows.setdefault((_round(cell), cell["attention"], cell["features"], cell["path"]), []).append(cell)
@@ -61,7 +61,7 @@ def _round(cell: Cell) -> str:
 
 
 def label_of(cell: Cell) -> str:
-    """What tables and plots call a row.
+    """Label of a row in tables and plots.
 
     >>> label_of({"attention": "favor+", "features": 64, "path": "fused"})
     'favor+, M = 64 (fused)'
@@ -78,7 +78,7 @@ def crossover(row: Sequence[Cell]) -> dict[str, Any]:
 
 
 def report(result: Document, name: str) -> list[Block]:
-    """Speed over softmax with break-even lengths, a plot, seconds of first calls, and what was left out."""
+    """Blocks with speed-up over softmax, break-even lengths, a plot, times of first calls, and missing rows."""
     what = "Time by length, log-log, with the lengths where mechanisms cross softmax"
     blocks: list[Block] = [speed_table(result), Image(f"{name}.png", what, partial(plot, result))]
     first = [(name, row) for name, row in rows_of(result) if "first_call_seconds" in row[0]]
@@ -90,8 +90,8 @@ def report(result: Document, name: str) -> list[Block]:
 
 
 def speed_table(result: Document, lengths: Sequence[int] = ()) -> Table:
-    """Speed over softmax, milliseconds and memory by length; with `lengths` in brief, for these: the speed of inference
-    with the fewest features.
+    """Table of speed-up over softmax, milliseconds and memory by length. `lengths` gives a short table for these
+    lengths: the speed-up of inference with the smallest number of features.
     """
 
     def text(cell: Cell) -> str:
@@ -115,7 +115,7 @@ def _table(
     shown: Sequence[int] = (),
     break_even: bool = False,
 ) -> Table:
-    """A column for each length, or for those that are `shown`, and one for the break-even length."""
+    """Table with a column per length (or those in `shown`) and optionally one for the break-even length."""
     measured = sorted({cell["length"] for _, row in rows for cell in row})
     lengths = [length for length in measured if length in shown] or measured
     lines = []
@@ -129,7 +129,7 @@ def _table(
 
 
 def plot(result: Document) -> Any:
-    """Time by length, a panel for each round, and the bytes of the last one; log-log."""
+    """Plot time by length on log-log axes, one panel per round, and the memory of the last round."""
     panels = []
     for name, rows in groupby(rows_of(result), key=lambda found: found[0]):
         lines: list[Line] = []
@@ -137,7 +137,7 @@ def plot(result: Document) -> Any:
         for _, row in rows:
             x, attention = [cell["length"] for cell in row], row[0]["attention"]
             lower, median, upper = ([cell["milliseconds"][key] for cell in row] for key in ("lower", "median", "upper"))
-            paler = 0.5 ** sum(line.name == attention for line in lines)  # with more features, or on other paths
+            paler = 0.5 ** sum(line.name == attention for line in lines)  # for more features and other paths
             about = {"name": attention, "style": {**STYLES[row[0]["path"]], "alpha": paler}}
             lines.append(Line(label_of(row[0]), x, median, (lower, upper), **about))
             if all(cell["bytes"] for cell in row):

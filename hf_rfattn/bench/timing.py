@@ -1,4 +1,4 @@
-"""Timing competitors in turn, several times, and comparing medians."""
+"""Times competitors alternately, several times, and compares medians."""
 
 import random
 import statistics
@@ -14,7 +14,7 @@ import torch
 from ..results import rounded
 
 Name = TypeVar("Name", bound=Hashable)
-FEWEST = 2  # repetitions of what takes too long for more
+FEWEST = 2  # minimum number of repetitions of slow competitors
 
 
 def nothing() -> None:
@@ -23,7 +23,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Competitor:
-    """Something to time: `run` is timed; `prepare`, right before it, is not. `steps`: how many a run makes."""
+    """Something to time. `run` is timed, `prepare`, called before it, is not. `steps`: number of steps per run."""
 
     run: Callable[[], Any]
     prepare: Callable[[], Any] = nothing
@@ -41,12 +41,12 @@ def interleave(
     clock: Callable[[], float] = time.perf_counter,
     after_each: Callable[[Name], Any] = lambda name: None,
 ) -> dict[Name, list[float]]:
-    """Seconds of each run of each competitor.
+    """Time all competitors and return the seconds of each run.
 
-    One repetition runs every competitor once, in a random order, so that whatever slows the machine for a while slows
-    all of them. The first `warmup` repetitions do not count. A competitor whose repetitions would take longer than
-    `max_seconds`, judging by its last warm-up, runs only in the first repetitions, at least `FEWEST`. `synchronise`
-    waits for the device before the clock is read; `after_each` is called with the name of what has just run.
+    One repetition runs every competitor once, in random order, so that a temporary slowdown of the machine affects all
+    of them. The first `warmup` repetitions are not counted. A competitor whose repetitions would take longer than
+    `max_seconds`, judging by its last warm-up, takes part in the first repetitions only, at least `FEWEST`.
+    `synchronise` waits for the device before the clock is read; `after_each` is called with the name after each run.
 
     >>> seconds = interleave({"a": Competitor(nothing), "b": Competitor(lambda: sum(range(100)))}, repetitions=3)
     >>> len(seconds["a"]), len(seconds["b"])
@@ -87,9 +87,9 @@ def spread(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Median of the ratios within repetitions: steadier than the ratio of the medians.
+    """Median of the ratios within repetitions, which varies less than the ratio of the medians.
 
-    Only the repetitions that both took part in count.
+    Uses only the repetitions in which both took part.
 
     >>> median_ratio([2, 20, 200], [1, 10, 40, 1, 1])
     2.0
@@ -99,7 +99,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 @contextmanager
 def threads(count: int | None) -> Iterator[int]:
-    """So many torch threads inside the block, or as many as there are now."""
+    """Context manager that sets the number of torch threads; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -109,5 +109,5 @@ def threads(count: int | None) -> Iterator[int]:
 
 
 def synchroniser(device: torch.device) -> Callable[[], Any]:
-    """What waits for the device; nothing to wait for on a CPU."""
+    """Return a function that waits for the device."""
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing

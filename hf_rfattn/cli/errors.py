@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import typer
 
+from ..install import install_command
+
 Choice = TypeVar("Choice")
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -28,7 +30,7 @@ def errors_without_traceback() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         message, code = str(error), 2
         if package in EXTRAS:
-            message = f"This needs the package {package}: pip install 'hf-rfattn[{EXTRAS[package]}]'"
+            message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
         message, code = str(error), 2
     except KeyboardInterrupt:

@@ -1,3 +1,3 @@
-"""Attention transfer: mechanisms learn from the softmax they replace."""
+"""Attention transfer: trains mechanisms to imitate the softmax attention they replace."""
 
 from .conversion import Conversion, convert

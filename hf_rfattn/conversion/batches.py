@@ -1,4 +1,4 @@
-"""What attention transfer is trained on: batches without end, or texts that become such."""
+"""Training data of attention transfer: an endless stream of batches, from batches or texts."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,14 @@ from .processes import process_count, process_rank
 
 
 class TrainingBatches:
-    """What is trained on, as mappings, without end: call `take_first`, if need be, and then iterate."""
+    """An endless iterable of batches. If needed, call `take_first` before iterating."""
 
     def __init__(self, given: Data, tokenizer: Any, batch_size: int, max_length: int, seed: int):
         texts = texts_in(given, tokenizer)
         self.given: Iterable[Batch] = as_batches(given) if texts is None else []
         if texts is not None:
             if len(texts) < process_count():
-                raise ValueError(f"{len(texts)} texts are too few for {process_count()} processes. Give more texts.")
+                raise ValueError(f"{len(texts)} texts are too few for {process_count()} processes; give more texts.")
             order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
             share: Any = [texts[i] for i in order[process_rank() :: process_count()]]
             collate = partial(encode, tokenizer=tokenizer, max_length=max_length)
@@ -29,12 +29,12 @@ class TrainingBatches:
         self.skipped = 0
 
     def take_first(self) -> Batch:
-        """The first batch, which is not trained on unless it is the only one."""
+        """Return the first batch, which is then left out of training unless it is the only one."""
         batches = iter(self.given)
         for batch in batches:
             self.skipped = 0 if self.once else len(list(itertools.islice(batches, 1)))
             return batch
-        raise ValueError("There is no batch to train on: what was given is empty.")
+        raise ValueError("batches is empty; give at least one batch or text.")
 
     def __iter__(self) -> Iterator[Batch]:
         count = 0
@@ -45,6 +45,6 @@ class TrainingBatches:
                 yield batch
             if self.once or count == before:
                 raise ValueError(
-                    f"batches came to an end after {count} steps. Give more of them"
-                    + (", or a list or DataLoader, which can be gone through again." if self.once else ".")
+                    f"batches ended after {count} steps. Give more batches"
+                    + (", or a list or DataLoader, which can be iterated repeatedly." if self.once else ".")
                 )

@@ -1,9 +1,9 @@
-"""Attention transfer: teach mechanisms to imitate the softmax they replace, on unlabelled text.
+"""Attention transfer: trains mechanisms to imitate the softmax attention they replace, on unlabelled text.
 
-Softmax outputs o are put in place of the mechanism's ô, so that every layer sees the queries, keys and values of the
-original model. Each then minimises Σ_h ‖ô_h - o_h‖² / ‖o_h‖² over its own parameters alone: all layers learn at once
-and apart from each other, in one pass of the model a step, and no graph is longer than one mechanism. In the last steps
-(`end_to_end`) layers see what the patched layers before them give, and the sum of all errors is minimised together.
+Softmax outputs o replace the mechanism's outputs ô, so every layer sees the queries, keys and values of the original
+model. Each mechanism minimises Σ_h ‖ô_h - o_h‖² / ‖o_h‖² over its own parameters: all layers train simultaneously and
+independently, with one forward pass of the model per step and one autograd graph per mechanism. In the last steps
+(`end_to_end`), layers see the outputs of the patched layers before them, and the sum of all errors is minimised.
 
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
@@ -32,9 +32,9 @@ from .transfer import STATE, Transfer
 
 @dataclass(frozen=True)
 class Conversion:
-    """What attention transfer has reached: errors before and after, and the steps that each layer was trained.
+    """Result of attention transfer: errors before and after, training steps of each layer, and time in seconds.
 
-    Prints as a table, becomes a dict with `to_dict()`.
+    Prints as a table; `to_dict()` converts it to a dict.
     """
 
     before: AttentionError
@@ -43,7 +43,7 @@ class Conversion:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, numbers and strings."""
+        """Return a dict of plain lists, numbers and strings."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -63,6 +63,7 @@ def convert(
     batches: Data,
     *,
     steps: int = 400,
+    rounds: int = 1,
     learning_rate: float = 0.05,
     end_to_end: float = 0.4,
     parts: float = 0.0,
@@ -76,28 +77,30 @@ def convert(
     progress: bool = True,
     **patching: Any,
 ) -> Conversion:
-    """Patch a model and train its mechanisms, and nothing else, to imitate the softmax they replace.
+    """Patch a model and train its mechanisms to imitate the softmax attention they replace. Other weights are frozen.
 
-    `attention` and further keywords: as `patch_model` takes them; None takes a model that is patched already.
-    `batches`: what a tokenizer returns, one mapping a step, gone through again as often as needed, or only one of them;
-    or texts, or one, with their `tokenizer` (and `batch_size`, `max_length`). No labels are needed. `steps` and
-    `learning_rate`: of Adam; the rate is the highest, it warms up, then falls as a cosine. `seed`: of random draws and
-    of the order of texts.
+    `attention` and `patching`: arguments of `patch_model`; `attention=None` uses the patch of a patched model.
+    `batches`: batches as a tokenizer returns them, one per step and repeated as needed, or a single batch; or one or
+    several texts. Texts need a `tokenizer`, which encodes `batch_size` of them at a time, truncated to `max_length`
+    tokens. No labels are needed. `steps`: training steps. `learning_rate`: peak learning rate of Adam, with linear
+    warm-up and cosine decay. `seed`: random seed of the projections and the order of texts.
 
-    `end_to_end`: share of the steps, the last ones, in which every layer sees what the patched layers before it give,
-    and gradients go through the whole model, so that layers make up for each other's errors; 0 if memory is short.
-    `parts`: weight of a second loss, that the linear parts of a mechanism (the far fields of fmm) imitate softmax by
-    themselves. `measure`: a batch to measure the errors on; by default the first of `batches`, which is then not
-    trained on, unless there is no other.
+    `end_to_end`: fraction of the steps, at the end, in which every layer sees the outputs of the patched layers before
+    it and gradients flow through the whole model, so that layers compensate each other's errors. 0 saves memory.
+    `rounds`: how many times these end-to-end steps are repeated at most, each time with warm-up and decay; training
+    stops after a round that reduces the error by less than 3 %.
+    `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
+    softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
+    then left out of training if there are others.
 
-    `checkpoint`: a folder; the state is saved there every `save_every` steps, and the same call resumes from it, with
-    the next of `batches`: give the same ones in the same order (a DataLoader that shuffles needs a seeded `generator`).
-    `progress`: show a bar.
+    `checkpoint`: folder to which the training state is saved every `save_every` steps. The same call resumes from it
+    with the next batch, so pass the same batches in the same order (a shuffling DataLoader needs a seeded `generator`).
+    `progress`: show a progress bar.
 
-    Where torch.distributed is initialised every process gives its own batches, and gradients are those of all together.
-    Everything else must be alike on all of them, or ValueError; errors are measured on the batch of the first process.
-    Parameters are trained in float32 whatever the dtype of the model. What requires gradients and what is in training
-    mode stays so. An error leaves the model with its softmax; Ctrl-C leaves what was learnt so far.
+    If torch.distributed is initialized, every process passes its own batches, and gradients are summed over all of
+    them. All other arguments must be equal on all processes; errors are measured on the batch of the first process.
+    Parameters are trained in float32 whatever the dtype of the model. `requires_grad` and training mode are restored
+    afterwards. If an error is raised, the new patch is removed; after Ctrl-C, the model keeps what it has learned.
 
     >>> import torch
     >>> from transformers import BertConfig, BertModel
@@ -109,15 +112,17 @@ def convert(
     {'encoder.layer.0.attention.self': 2}
     """
     if measure is not None and not isinstance(measure, Mapping):
-        raise ValueError(f"measure must be one batch, as a tokenizer returns it, not {type(measure).__name__}.")
-    for name, value in {"steps": steps, "save_every": save_every, "batch_size": batch_size}.items():
+        raise ValueError(f"measure must be one batch as a tokenizer returns it, not {type(measure).__name__}.")
+    for name, value in {"steps": steps, "rounds": rounds, "save_every": save_every, "batch_size": batch_size}.items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+            raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if not 0 <= end_to_end <= 1:
-        raise ValueError(f"end_to_end is a share of the steps, from 0 to 1, not {end_to_end!r}.")
+        raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
+    if rounds > 1 and int(end_to_end * steps) == 0:
+        raise ValueError(f"rounds={rounds} repeats end-to-end steps, but end_to_end={end_to_end} leaves none.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
-        raise ValueError(f"attention=None takes the model as it is patched; {', '.join(patching)} would be ignored.")
+        raise ValueError(f"attention=None keeps the patch of the model, so {', '.join(patching)} would be ignored.")
     if attention is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", UNTRAINED)
@@ -129,25 +134,25 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, learning_rate, end_to_end, parts)
+        transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]
         sums = [float(x.double().sum()) for x in tensors]
         check_alike(seed=seed, settings=transfer.settings, mechanisms=sums, save_every=saved)
         hidden = not progress or process_rank() > 0
-        with transfer.layers_in_float32(), tqdm(total=steps, desc="attention transfer", disable=hidden) as bar:
+        with transfer.layers_in_float32(), tqdm(total=transfer.most, desc="attention transfer", disable=hidden) as bar:
             if state is not None:
                 transfer.load(state, before)
             check_alike(steps_in_the_checkpoint=transfer.step)
             ahead = itertools.islice(data, transfer.step, None)
             started = time.perf_counter() - transfer.seconds
-            while transfer.step < steps:
+            while not transfer.finished():
                 error = transfer.train(next(ahead))
                 transfer.seconds = time.perf_counter() - started
                 bar.set_postfix_str(f"error {error:.3f}", refresh=False)
                 bar.update(transfer.step - bar.n)
-                due = transfer.step % save_every == 0 or transfer.step == steps
+                due = transfer.step % save_every == 0 or transfer.finished()
                 if state is not None and due and process_rank() == 0:
                     transfer.save(state, before)
     except Exception:

@@ -1,4 +1,4 @@
-"""Several processes, where torch.distributed is initialised; one otherwise."""
+"""Communication between processes if torch.distributed is initialized; otherwise there is one process."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ def process_rank() -> int:
 
 
 def from_first(value: Value) -> Value:
-    """What the first process has."""
+    """Broadcast a value from the first process."""
     values = [value]
     if process_count() > 1:
         distributed.broadcast_object_list(values, src=0)
@@ -26,20 +26,20 @@ def from_first(value: Value) -> Value:
 
 
 def check_alike(**values: Any) -> None:
-    """Raise, on every process, if one of these is not the same on all."""
+    """Raise ValueError on all processes if one of these values differs between them."""
     found: list[Any] = [values] * process_count()
     if process_count() > 1:
         distributed.all_gather_object(found, values)
     for name in values:
         if any(each[name] != found[0][name] for each in found):
             raise ValueError(
-                f"The processes differ in {name}: {', '.join(str(each[name]) for each in found)}. They train one model "
-                "together, so give all of them the same model, seed and options."
+                f"The processes differ in {name}: {', '.join(str(each[name]) for each in found)}. Give all of them the "
+                "same model, seed and options, since they train one model together."
             )
 
 
 def sum_over_processes(tensors: Sequence[Tensor]) -> None:
-    """In place; several in one message."""
+    """Sum tensors over all processes, in place and in one message."""
     if process_count() == 1 or not tensors:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])

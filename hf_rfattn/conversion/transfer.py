@@ -1,4 +1,4 @@
-"""The training of attention transfer, and its state on disk."""
+"""Training loop of attention transfer, and its checkpoints."""
 
 import math
 import os
@@ -17,37 +17,53 @@ from ..mechanisms import LinearMechanism, Mechanism
 from .processes import sum_over_processes
 
 STATE = "conversion.pt"
-WARMUP = 0.05  # share of the steps
-END_TO_END_RATE = 0.2  # learning rate of end-to-end steps over that of the others
+WARMUP = 0.05  # fraction of the steps
+ENOUGH = 0.97  # a round that leaves more than this share of the error of the round before is the last one
+TAIL = 10  # number of steps at the end of a round whose mean error is the error of the round
+END_TO_END_RATE = 0.2  # learning rate of end-to-end steps relative to the others
 
 
 class Transfer:
-    """The training: one optimizer for all mechanisms that have parameters, stepped by `train`; the last steps, a share
-    `end_to_end` of all, train all layers together.
+    """Trains all mechanisms that have parameters with one optimizer. The last steps, a fraction `end_to_end` of all,
+    train all layers jointly.
     """
 
-    def __init__(self, model: nn.Module, steps: int, learning_rate: float, end_to_end: float, parts: float):
+    def __init__(
+        self, model: nn.Module, steps: int, rounds: int, learning_rate: float, end_to_end: float, parts: float
+    ):
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
         self.apart, self.parts = steps - int(end_to_end * steps), parts
+        self.together = steps - self.apart  # end-to-end steps of a round
+        self.most = self.apart + rounds * self.together
         self.sites = sites = mechanism_sites(model)
         self.names = {mechanism: name for mechanism, name in sites.items() if list(mechanism.parameters())}
         if not self.names:
             raise ValueError(
                 f"{', '.join(sorted({m.config.name for m in sites}))}: nothing to train, these mechanisms have no "
-                "parameters. Choose one that learns, such as 'hedgehog' or 'fmm', or 'favor+' with trainable=True."
+                "parameters. Choose a trainable one such as 'hedgehog', 'fmm', or 'favor+' with trainable=True."
             )
         self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
         configs = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
-        numbers = {"steps": steps, "learning_rate": learning_rate, "end_to_end": end_to_end, "parts": parts}
+        numbers = {
+            "steps": steps,
+            "rounds": rounds,
+            "learning_rate": learning_rate,
+            "end_to_end": end_to_end,
+            "parts": parts,
+        }
         self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
         self.losses: dict[Mechanism, Tensor] = {}  # of the last step
+        self.recent: list[float] = []  # errors of the last steps
+        self.rounds: list[float] = []  # errors of the rounds so far
 
     @contextmanager
     def layers_in_float32(self) -> Iterator[None]:
-        """Train parameters that small steps can change; leave them, and what is known of them, as they were found."""
+        """Context in which mechanisms are in float32 and only their parameters require gradients. Afterwards, dtypes,
+        `requires_grad` and gradients are restored.
+        """
         found = {p: (p.requires_grad, p.grad) for p in self.model.parameters()}
         dtypes = {mechanism: next(mechanism.parameters()).dtype for mechanism in self.names}
         for mechanism, dtype in dtypes.items():
@@ -65,18 +81,19 @@ class Transfer:
                 parameter.requires_grad_(requires).grad = gradient
 
     def train(self, batch: Mapping[str, Any]) -> float:
-        """One step of all layers; returns the root of their mean loss."""
+        """Run one training step of all layers and return the root of their mean loss."""
         self.losses.clear()
         if self.step < self.apart:
             run_with_softmax(self.model, batch, self._learn, gradients=True)
             rate = self.learning_rate * rate_factor(self.step, self.apart)
         else:
-            if self.step == self.apart:
-                self.optimizer.state.clear()  # these gradients are of another size
+            position = (self.step - self.apart) % self.together
+            if position == 0:
+                self.optimizer.state.clear()  # end-to-end gradients have another magnitude
             self._learn_together(batch)
-            rate = END_TO_END_RATE * self.learning_rate * rate_factor(self.step - self.apart, self.steps - self.apart)
+            rate = END_TO_END_RATE * self.learning_rate * rate_factor(position, self.together)
         if not self.losses:
-            raise ValueError("The batch reached no layer that learns.")
+            raise ValueError("The batch reached no trainable layer. Is the attention implementation 'hf_rfattn'?")
         sum_over_processes([p.grad for p in self.parameters if p.grad is not None])
         losses = torch.stack(list(self.losses.values()))
         sum_over_processes([losses])
@@ -87,13 +104,23 @@ class Transfer:
         for mechanism, loss in zip(self.losses, losses.tolist(), strict=True):
             if not math.isfinite(loss):
                 raise FloatingPointError(
-                    f"{self.sites[mechanism]}: the loss became {loss} at step {self.step}. Try a lower learning_rate "
+                    f"{self.sites[mechanism]}: the loss became {loss} at step {self.step}. Use a lower learning_rate "
                     f"than {self.learning_rate}."
                 )
-        return math.sqrt(losses.mean())
+        error = math.sqrt(losses.mean())
+        self.recent = [*self.recent, error][-min(TAIL, max(1, self.together)) :]
+        if self.step > self.apart and (self.step - self.apart) % self.together == 0:
+            self.rounds.append(sum(self.recent) / len(self.recent))
+        return error
+
+    def finished(self) -> bool:
+        """Whether all steps are done, or the last round has not reduced the error enough."""
+        between_rounds = self.step > self.apart and (self.step - self.apart) % self.together == 0
+        stuck = between_rounds and len(self.rounds) > 1 and self.rounds[-1] > ENOUGH * self.rounds[-2]
+        return self.step == self.most or stuck
 
     def _learn(self, mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
-        """Loss and gradients of one layer, as soon as it has been seen: its graph does not outlive it."""
+        """Loss and gradients of one layer, computed as soon as it has run, which frees its graph."""
         if mechanism not in self.names:
             return
         relative = _distance(exact, valid_queries(exact, masks))
@@ -108,7 +135,7 @@ class Transfer:
         self.losses[mechanism] = self.losses.get(mechanism, 0) + whole.detach()
 
     def _learn_together(self, batch: Mapping[str, Any]) -> None:
-        """Losses and gradients of all layers on what the patched layers before them give, through the whole model."""
+        """Losses of all layers on the outputs of the patched layers before them, and gradients through the model."""
         distances: dict[Mechanism, list[Callable[[Tensor], Tensor]]] = {mechanism: [] for mechanism in self.sites}
 
         def remember(mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
@@ -129,11 +156,13 @@ class Transfer:
         self.losses = {mechanism: loss.detach() for mechanism, loss in self.losses.items()}
 
     def save(self, path: Path, before: AttentionError) -> None:
-        """Write the state whole or not at all."""
+        """Save the state atomically."""
         state = {
             "settings": self.settings,
             "error before training": _rounded(before.overall),
             "step": self.step,
+            "recent": self.recent,
+            "rounds": self.rounds,
             "seconds": self.seconds,
             "parameters": [p.detach() for p in self.parameters],
             "optimizer": self.optimizer.state_dict(),
@@ -147,7 +176,7 @@ class Transfer:
             unfinished.unlink(missing_ok=True)
 
     def load(self, path: Path, before: AttentionError) -> None:
-        """Go on from a state, if there is one."""
+        """Load the state if there is one."""
         if not path.exists():
             return
         try:
@@ -156,22 +185,23 @@ class Transfer:
             for what, value in now.items():
                 if state[what] != value:
                     raise ValueError(
-                        f"{path} belongs to another conversion: its {what} was {state[what]}, now it is {value}. Give "
-                        "the same model, batches and options again, or another checkpoint."
+                        f"{path} belongs to another conversion: its {what} was {state[what]}, now it is {value}. Pass "
+                        "the same model, batches and options, or another checkpoint."
                     )
             self.step, self.seconds = state["step"], state["seconds"]
+            self.recent, self.rounds = state["recent"], state["rounds"]
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.data.copy_(value)
             self.optimizer.load_state_dict(state["optimizer"])
         except (UnpicklingError, RuntimeError, OSError, EOFError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is damaged or was not written by this version ({type(error).__name__}). Delete it to start "
-                "the conversion again, or give another checkpoint."
+                f"{path} is damaged or was written by another version ({type(error).__name__}). Delete it to start "
+                "the conversion again, or pass another checkpoint."
             ) from error
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """The share of the highest learning rate that step number `step` (from 0) uses: up in a line, down as a cosine.
+    """Fraction of the peak learning rate at a step, counted from 0: linear warm-up, then cosine decay.
 
     >>> [round(rate_factor(step, 100), 2) for step in (0, 4, 5, 50, 99)]
     [0.2, 1.0, 1.0, 0.54, 0.0]
@@ -183,7 +213,7 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def _distance(exact: Tensor, valid: Tensor) -> Callable[[Tensor], Tensor]:
-    """The loss of a layer's output: its squared error over the energy of the exact output, mean over heads."""
+    """Return the loss of a layer's output: squared error over the energy of the exact output, mean over heads."""
     total = energy(exact, valid, torch.float32)
     sum_over_processes([total])
     total = total.clamp(min=torch.finfo(total.dtype).tiny)

@@ -1,4 +1,4 @@
-"""Feature maps, the random projections they draw, and the kernels they stand for."""
+"""Feature maps, their random projections, and the kernels they approximate."""
 
 from .fourier import FourierFeatures
 from .kernels import KERNELS, kernel_matrix

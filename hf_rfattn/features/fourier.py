@@ -1,4 +1,4 @@
-"""Random Fourier features, which are signed."""
+"""Random Fourier features."""
 
 import math
 from typing import Any, Literal
@@ -11,15 +11,15 @@ from ..ops import Features
 from .kernels import KERNELS
 from .maps import SIGNED_FLOOR, RandomFeatures, Role, per_head_product, per_query_head
 
-TEMPERATURE = 1.0  # where the learned temperature of unit queries and keys starts
+TEMPERATURE = 1.0  # initial value of the learned temperature
 
 
 class FourierFeatures(RandomFeatures):
-    """Random Fourier features of a shift-invariant kernel: signed.
+    """Random Fourier features of a shift-invariant kernel. They are signed.
 
     `form="sincos"`: φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx] with R = num_features / 2 frequencies; `form="cos"`: φ(x) =
-    (2/M)^(1/2) cos(ωᵀx + b), b uniform on [0, 2π]. With `normalize_qk`, x becomes τ^(1/2) x/|x|, τ learned per key
-    head; without it the Gaussian kernel gets the factors exp(|x|²/2) exp(|y|²/2) that make it exp(xᵀy).
+    (2/M)^(1/2) cos(ωᵀx + b), b uniform on [0, 2π]. With `normalize_qk`, x is replaced by τ^(1/2) x/|x| with τ learned
+    per key head. Without it, the Gaussian kernel is multiplied by exp(|x|²/2) exp(|y|²/2), which gives exp(xᵀy).
     """
 
     positive = False
@@ -72,8 +72,8 @@ class FourierFeatures(RandomFeatures):
         return Features(torch.zeros_like(x[..., :1]), factor)
 
     def floor(self) -> Tensor:
-        """With unit queries and keys, the least the exact kernel can be (at distance 2 τ^(1/2)), or what noise cannot
-        resolve.
+        """With normalised queries and keys, the smallest value of the exact kernel (at distance 2 τ^(1/2)), but not
+        less than `SIGNED_FLOOR`.
         """
         if not self.normalize_qk:
             return torch.full((1, 1, 1), SIGNED_FLOOR, device=self.projection.device)

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 class Kernel(NamedTuple):
     value: Callable[[Tensor], Tensor]  # of differences [..., D]
-    frequencies: Callable[[tuple[int, ...], Generator], Tensor] | None  # ω, iid by coordinate; None: normal
+    frequencies: Callable[[tuple[int, ...], Generator], Tensor] | None  # draws ω with iid coordinates; None: normal
     least: Callable[[Tensor, int], Tensor]  # smallest value at squared distance r2 in D dimensions
 
 

@@ -1,8 +1,7 @@
-"""Feature maps φ with φ(x)ᵀφ(y) standing for the attention kernel, computed in log space (`ops.Features`).
+"""Feature maps φ, where φ(x)ᵀφ(y) replaces the attention kernel, computed in log space (`ops.Features`).
 
-A map is called with a role and the number that tokens are multiplied by (the square root of the scale of the scores),
-and gives φ as a function of tokens. Random projections are one a key head, so that grouped query heads share the
-projection of the keys they meet.
+A map is called with a role and a factor for tokens (the square root of the scale of the scores), and returns φ as a
+function of tokens. There is one random projection per key head, so query heads that share a key head use the same one.
 """
 
 import math
@@ -18,7 +17,7 @@ from .projections import Projection, draw_projection, seeded_generator
 
 Role = Literal["query", "key"]
 
-SIGNED_FLOOR = 0.01  # a mean kernel value below this is noise for any affordable number of signed features
+SIGNED_FLOOR = 0.01  # smaller mean kernel values are noise for any practical number of signed features
 
 
 def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
@@ -29,12 +28,12 @@ def per_head_product(x: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """What each key head has, for the query heads that share it: `[Hkv, …]` → `[H, …]`."""
+    """Repeat values of key heads for the query heads that share them: `[Hkv, …]` → `[H, …]`."""
     return x if len(x) == heads else x.repeat_interleave(heads // len(x), 0)
 
 
 class FeatureMap(nn.Module):
-    """Base of all maps. Subclasses define `features` and, if they hold tensors, `tensors`.
+    """Base class of feature maps. Subclasses define `features` and, if they have parameters or buffers, `tensors`.
 
     >>> phi = EluFeatures(head_dim=8)("query")
     >>> phi(torch.zeros(1, 2, 5, 8)).dense().shape
@@ -43,57 +42,55 @@ class FeatureMap(nn.Module):
 
     num_features: int
     positive: bool = True
-    knows_gradient: bool = False  # of tokens, by `pull`
-    log_linear: bool = False  # whether there are `landmarks`
-    log_features: bool = True  # whether `features` gives a logarithm for each feature, or one a token and a factor
+    knows_gradient: bool = False  # whether `pull` is defined
+    log_linear: bool = False  # whether `landmarks` is defined
+    log_features: bool = True  # whether `features` returns one logarithm per feature, or one per token and a factor
 
     def forward(self, role: Role, scale: float = 1.0) -> FeatureFunction:
         """φ of scale · x, for operators."""
         tensors = self.tensors(role)
         if self._parameters and not tensors:
             raise NotImplementedError(
-                f"{type(self).__name__} has parameters, but its `tensors(role)` returns none. `features` must get "
-                "them as arguments; read from the module, they would not be trained."
+                f"{type(self).__name__} has parameters, but its `tensors(role)` returns none. Return them there, so "
+                "that `features` receives them as arguments; otherwise they would not be trained."
             )
         floor = None if self.log_features else self.floor()
         size = self.num_features + (floor is not None)
         return FeatureFunction(self, role, scale, tensors, floor, self.log_features, size)
 
     def tensors(self, role: Role) -> tuple[Tensor | None, ...]:
-        """All parameters and buffers that φ reads, or what is made of them."""
+        """Return all parameters and buffers that φ reads, or tensors computed from them."""
         return ()
 
     def features(self, x: Tensor, role: str, scale: float, *tensors: Any) -> Features:
-        """φ of tokens `[B, H, L, D]` times a number, each token by itself: a pure function, which reads `tensors` and
-        not the map's own. Queries may lack a positive factor of each token, if `query_offset` gives its logarithm.
+        """Compute φ(scale · x) for tokens `[B, H, L, D]`. A pure function of each token that reads `tensors`, not the
+        attributes of the map. φ of queries may lack a positive factor per token if `query_offset` returns its log.
         """
         raise NotImplementedError
 
     def query_offset(self, x: Tensor, scale: float, *tensors: Any) -> Tensor | float:
-        """The logarithm of what `features` leaves out of queries, `[B, H, L, 1]`."""
+        """The logarithm of the factor that `features` omits for queries, `[B, H, L, 1]`."""
         return 0.0
 
     def pull(self, x: Tensor, role: str, scale: float, gradient: Tensor, *tensors: Any) -> Tensor:
-        """The gradient of tokens, from that of their log-features: where `knows_gradient`, in fewer passes than
-        autograd takes.
-        """
+        """Backpropagate the gradient of log-features to tokens, faster than autograd. Defined if `knows_gradient`."""
         raise NotImplementedError
 
     def landmarks(self, x: Tensor, role: str, scale: float, *tensors: Any) -> list[Landmarks]:
-        """The same features where `log_linear`, in groups of linear functions of tokens, for fused kernels."""
+        """The features as groups of log-linear functions of tokens, for fused kernels. Defined if `log_linear`."""
         raise NotImplementedError
 
     def floor(self) -> Tensor | None:
-        """For signed maps, the least magnitude of the denominator a visible key of weight one, `[Hkv or 1, 1, 1]`."""
+        """For signed maps, the smallest magnitude of the denominator per unit of key weight, `[Hkv or 1, 1, 1]`."""
         return None
 
     def multiply_adds(self) -> int:
-        """Multiplications a token and head spends on its features."""
+        """Multiply-adds per token and head for the features."""
         return 0
 
 
 class ConstantFeatures(FeatureMap):
-    """φ(x) = 1: every visible key weighs the same."""
+    """φ(x) = 1: all visible keys have the same weight."""
 
     num_features = 1
 
@@ -115,7 +112,7 @@ class EluFeatures(FeatureMap):
 
 
 class TanhFeatures(FeatureMap):
-    """φ(x) = tanh(x): signed."""
+    """φ(x) = tanh(x), which is signed."""
 
     positive = False
     log_features = False
@@ -132,8 +129,8 @@ class TanhFeatures(FeatureMap):
 
 
 class LogLinearFeatures(FeatureMap):
-    """φ(x)_r = M^(-1/2) exp(ω_rᵀx + b_r - τ|x|²/2), from ω `[heads, M, D]`, b `[heads, 1, M]` and τ `[heads, 1, 1]`,
-    the last two None for 0 and 1.
+    """φ(x)_r = M^(-1/2) exp(ω_rᵀx + b_r - τ|x|²/2), with ω `[heads, M, D]`, b `[heads, 1, M]` (None: 0) and τ
+    `[heads, 1, 1]` (None: 1).
     """
 
     knows_gradient = True
@@ -150,7 +147,7 @@ class LogLinearFeatures(FeatureMap):
     def query_offset(
         self, x: Tensor, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None
     ) -> Tensor:
-        """-τ|x|²/2 - log M / 2; keys have it too."""
+        """-τ|x|²/2 - log M / 2, which `features` includes for keys."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * (-(scale**2) / 2)
         if temperature is not None:
             norms = norms * per_query_head(temperature.to(x.dtype), x.shape[1])
@@ -171,13 +168,13 @@ class LogLinearFeatures(FeatureMap):
 
 
 class RandomFeatures(FeatureMap):
-    """A map with random buffers, drawn from (seed, layer, …, number of the draw), in pairs of opposite sign if
-    `antithetic`; subclasses end `__init__` with `reset_parameters()`.
+    """A map with random buffers, seeded by (seed, layer, …, number of the draw), in pairs of opposite sign if
+    `antithetic`. Subclasses call `reset_parameters()` at the end of `__init__`.
     """
 
     projection: Tensor  # [Hkv, rows, D]
-    draws: Tensor  # how many times it was redrawn
-    steps: Tensor  # training steps since
+    draws: Tensor  # number of redraws
+    steps: Tensor  # training steps since the last draw
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class RandomFeatures(FeatureMap):
         redraw_interval: int | None = None,
     ):
         super().__init__()
-        self.version = 0  # changes with the map: a state of generation holds sums of the features of one version
+        self.version = 0  # changes with the map, since a generation state is only valid for one version
         self.num_features, self.seed, self.antithetic = num_features, seed, antithetic
         self.kind, self.hadamard_blocks, self.redraw_interval = projection, hadamard_blocks, redraw_interval
         rows = num_features // 2 if antithetic else num_features
@@ -201,26 +198,26 @@ class RandomFeatures(FeatureMap):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def sample(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """New values of the random buffers."""
+        """Draw new values of the random buffers."""
         heads, rows, dim = self.projection.shape
         return {"projection": draw_projection(self.kind, heads, rows, dim, generator, self.hadamard_blocks)}
 
     @torch.no_grad()
     def draw(self) -> None:
         """Fill the random buffers with draw number `draws`."""
-        if not self.projection.is_meta:  # else a checkpoint will fill them
+        if not self.projection.is_meta:  # otherwise a checkpoint fills them
             for name, value in self.sample(seeded_generator(*self.seed, int(self.draws))).items():
                 getattr(self, name).copy_(value)
 
     def redraw(self) -> None:
-        """Go on to the next draw."""
+        """Fill the random buffers with the next draw."""
         self.version += 1
         self.draws += 1
         self.steps.zero_()
         self.draw()
 
     def step(self) -> None:
-        """Count a training step, redrawing first when `redraw_interval` of them have passed."""
+        """Count a training step, and redraw first if `redraw_interval` steps have passed."""
         if int(self.steps) >= (self.redraw_interval or math.inf):
             self.redraw()
         self.steps += 1
@@ -229,7 +226,7 @@ class RandomFeatures(FeatureMap):
         return self.projection.shape[1] * self.projection.shape[2]
 
     def reset_parameters(self) -> None:
-        """Back to the first draw."""
+        """Reset to the first draw."""
         self.draws.zero_()
         self.steps.zero_()
         self.draw()
@@ -238,8 +235,8 @@ class RandomFeatures(FeatureMap):
 class PositiveFeatures(RandomFeatures, LogLinearFeatures):
     """FAVOR+: φ(x)_r = M^(-1/2) exp(ω_rᵀx - |x|²/2), E φ(x)ᵀφ(y) = exp(xᵀy).
 
-    With `optimal` the map is that of FAVOR++, f = (1-4A)^(d/4) exp(A|ω|² + sqrt(1-4A) ωᵀx - |x|²/2), where A comes from
-    ρ, the mean of |x+y|²/d, kept per key head in the buffer `rho`; ρ = 0 gives FAVOR+ again. Unbiased for every ρ.
+    `optimal`: FAVOR++, f = (1-4A)^(d/4) exp(A|ω|² + sqrt(1-4A) ωᵀx - |x|²/2), where A depends on ρ, the mean of
+    |x+y|²/d, stored per key head in the buffer `rho`. ρ = 0 gives FAVOR+; the features are unbiased for every ρ.
     """
 
     rho: Tensor
@@ -284,7 +281,7 @@ class PositiveFeatures(RandomFeatures, LogLinearFeatures):
 
 
 class ReluFeatures(RandomFeatures):
-    """Generalised attention of the Performer: φ(x) = M^(-1/2) relu(ωᵀx), a kernel of its own."""
+    """Generalised attention of the Performer paper: φ(x) = M^(-1/2) relu(ωᵀx), another kernel than softmax."""
 
     log_features = False
 

@@ -1,8 +1,8 @@
 """Random projections ω for feature maps: independent, orthogonal, or Hadamard-Rademacher rows.
 
-All three have rows with the norms of a Gaussian's, so that they differ only in how the directions repel each other.
-Draws use a private generator on the CPU in float64: the same on every device and rank, and the global RNG is left
-alone.
+The norms of the rows have the same distribution in all three, that of a Gaussian vector; only the dependence of their
+directions differs. Draws use a private CPU generator in float64, so they are the same on every device and rank and do
+not change the global random state.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ Projection = Literal["iid", "orthogonal", "hadamard"]
 
 
 def seeded_generator(*parts: int) -> Generator:
-    """A generator whose stream depends on every part: seed, layer, number of the draw, …"""
+    """Return a generator seeded by all parts: seed, layer, number of the draw, …"""
     mixed = 0
     for part in parts:
         mixed = (mixed * 6364136223846793005 + int(part) + 1442695040888963407) % 2**63
@@ -27,8 +27,8 @@ def seeded_generator(*parts: int) -> Generator:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices of a head's size are too small to share: threads that wait for each other in each of the hundreds of a
-    model take seconds on a busy machine instead of milliseconds.
+    """Use one thread: matrices of a head's size are too small for several, and synchronizing threads for the hundreds
+    of matrices of a model takes seconds instead of milliseconds on a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def _one_thread() -> Iterator[None]:
 def draw_projection(
     kind: Projection, heads: int, rows: int, dim: int, generator: Generator, hadamard_blocks: int = 3
 ) -> Tensor:
-    """Draw ω, `[heads, rows, dim]` float64; above `dim` rows, independent blocks are stacked.
+    """Draw ω, `[heads, rows, dim]` in float64. More than `dim` rows are stacked from independent blocks.
 
     >>> w = draw_projection("orthogonal", 1, 4, 4, seeded_generator(0))[0]
     >>> gram = w @ w.T
@@ -56,7 +56,7 @@ def draw_projection(
         stack = heads * -(-rows // width)
         gaussian = torch.randn(stack, width, width, generator=generator, dtype=torch.float64, device="cpu")
         directions, r = torch.linalg.qr(gaussian)
-        # QR alone is not uniform over rotations; the signs of R's diagonal make it so.
+        # QR is not uniform over rotations unless the signs of R's diagonal are fixed.
         directions = directions * torch.diagonal(r, dim1=-2, dim2=-1).sign().unsqueeze(-2)
     elif kind == "hadamard":
         width = 1 << (dim - 1).bit_length()
@@ -70,13 +70,12 @@ def draw_projection(
 
 
 def hadamard_rotation(dim: int, blocks: int, generator: Generator, batch: tuple[int, ...] = ()) -> Tensor:
-    """Orthogonal matrices (H D_k)…(H D_1), D_i random signs, `[*batch, dim, dim]` float64; `dim` a power of two.
-
-    The product, not the sum: a sum of rotations is not a rotation.
+    """Orthogonal matrices (H D_k)…(H D_1) with random signs D_i, `[*batch, dim, dim]` in float64; `dim` is a power of
+    two. A product, since a sum of rotations is not a rotation.
     """
     signs = torch.randint(0, 2, (*batch, blocks, dim), generator=generator, device="cpu").to(torch.float64) * 2 - 1
     rotation = torch.eye(dim, dtype=torch.float64, device="cpu").expand(*batch, dim, dim)
     for block in range(blocks):
-        # Row i of `rotation` holds the image of basis vector i; each block maps x to H D x.
+        # Row i of `rotation` is the image of basis vector i; each block maps x to H D x.
         rotation = walsh_hadamard_transform(rotation * signs[..., block, None, :])
     return rotation.mT

@@ -1,4 +1,4 @@
-"""Model cards: what a checkpoint is and what was measured, from its config and result documents and nothing else."""
+"""Model cards, generated from the config of a checkpoint and its result documents only."""
 
 import json
 import re
@@ -11,6 +11,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ..install import install_command
+from ..integration.reading import named_model_class
 from ..mechanisms.naming import full_config, mechanism_names_in, mechanisms_in
 from ..results import (
     CONTROLS,
@@ -32,9 +34,9 @@ from ..results import (
 from .folder import CARD, CheckpointFolder
 from .scores import ScoreTable, details, label_of, make_tables
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # of a model or a data set; folders have no owner
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # name of a model or dataset on the Hub
 FINGERPRINT, RESULTS_FINGERPRINT = "rfattn_checkpoint_sha256", "rfattn_results_sha256"
-PIPELINES = {  # by how the name of a model class ends
+PIPELINES = {  # by the end of the model class's name
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
     "ForMaskedLM": "fill-mask",
@@ -42,37 +44,39 @@ PIPELINES = {  # by how the name of a model class ends
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
 }
-LOADING = """`pip install hf-rfattn`, then:
+LOADING = """Install hf-rfattn: {install}. Then:
 
 ```python
 import hf_rfattn  # before loading
 {code}
 ```"""
+POOLINGS = {"cls": "hidden state of the first token", "mean": "mean of all hidden states"}
 THIS = "**this model**: "
 
 
 @dataclass(frozen=True)
 class Card:
-    """All that a card says, before it is text."""
+    """The contents of a card."""
 
     folder: CheckpointFolder
-    own: list[Result]  # the task results of this checkpoint, and of no other
-    tables: list[ScoreTable]  # these beside other results with the same budget
+    own: list[Result]  # task results of this checkpoint
+    tables: list[ScoreTable]  # these, with other results of the same budget
     timings: list[Result]
     transfers: list[Result]
     base_model: str | None
     license: str | None
-    address: str  # what readers give from_pretrained
+    address: str  # argument of from_pretrained
 
 
 def write_card(
     folder: str | Path, *, repo_id: str | None = None, base_model: str | None = None, license: str | None = None
 ) -> Path:
-    """Write the model card, README.md, into a checkpoint's folder.
+    """Write the model card of a checkpoint to README.md in its folder, and return the path.
 
-    Results are read from its folder results/; paths in them shrink to names. The card claims those whose `checkpoint`
-    is the fingerprint of this folder, and shows others beside them. `repo_id`: where it will be published.
-    `base_model` and `license`: where results do not name them.
+    The card is generated from the result documents in the subfolder results/, in which paths are replaced with names.
+    Results whose `checkpoint` is the fingerprint of this folder are shown as this model's, others for comparison.
+    `repo_id`: repository on the Hub where it will be published. `base_model` and `license`: needed if no result has
+    them.
     """
     for path in (Path(folder) / RESULTS).glob("*.json"):
         write_result(without_folders(read_result(path)), path)
@@ -83,7 +87,7 @@ def write_card(
 def make_card(
     folder: str | Path, *, repo_id: str | None = None, base_model: str | None = None, license: str | None = None
 ) -> ModelCard:
-    """The card of this folder as it would be written now."""
+    """Generate the card of a folder without writing it."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
     found = [result for result in results if result.checkpoint == checkpoint.fingerprint]
@@ -104,7 +108,7 @@ def make_card(
 
 
 def _metadata(card: Card) -> ModelCardData:
-    """What the Hub reads."""
+    """The YAML metadata, which the Hub reads."""
     base = card.base_model if HUB_NAME.fullmatch(card.base_model or "") else None
     datasets = [own.dataset["name"] for own in card.own if HUB_NAME.fullmatch(own.dataset["name"])]
     evaluations = [
@@ -140,7 +144,7 @@ def _metadata(card: Card) -> ModelCardData:
 
 
 def _text(card: Card) -> Iterator[Block]:
-    """All of it below the metadata. Every number comes from result documents."""
+    """The text below the metadata. All numbers come from result documents."""
     spec, name, used = card.folder.spec, card.base_model, [*card.own, *card.timings, *card.transfers]
     base = f"[{name}](https://huggingface.co/{name})" if HUB_NAME.fullmatch(name or "") else f"`{name or 'A model'}`"
     tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
@@ -150,16 +154,23 @@ def _text(card: Card) -> Iterator[Block]:
     yield (
         f"{base} with its softmax attention replaced by {mechanisms} attention, using `hf_rfattn`"
         f"{f', {done} on {tasks}' if tasks else ''}."
-        + ("" if card.license else " The licence of the base model is not recorded here; look it up before use.")
+        + ("" if card.license else " The license of the base model is not recorded; check it before use.")
     )
     yield "## Attention"
     yield Table("", ["layers", "attention", "options"], list(_layer_rows(card.folder)))
     yield (
         f"Cross-attention: {'replaced' if spec.get('cross_attention') else 'softmax, if any'}. Random seed: "
-        f"{spec.get('seed')}; random features are stored with the weights and are not drawn again on loading."
+        f"{spec.get('seed')}. Random features are saved with the weights and are not redrawn on loading."
     )
     yield "## How to load it"
-    yield LOADING.format(code="\n".join(_loading(card)))
+    yield LOADING.format(install=install_command(), code="\n".join(_loading(card)))
+    if _needs_recipes(card):
+        pooling, name = card.folder.config["classifier_pooling"], card.folder.architecture
+        yield (
+            f"**Note:** this classifier reads the {POOLINGS[pooling]} (`classifier_pooling: {pooling}`), which "
+            f"`{name}` does not support. The code above gives it a randomly initialized pooler; load it with the "
+            f"classification recipes of hf_rfattn instead (`--model {card.address}`)."
+        )
     yield "## Results"
     for transfer in card.transfers:
         yield from _transfer_table(transfer)
@@ -167,7 +178,7 @@ def _text(card: Card) -> Iterator[Block]:
         yield f"### {table.title}"
         yield (
             f"All rows have the same budget: {table.budget}. (chance) marks scores that are not clearly better than "
-            "the best constant answer; the controls are `average` (no attention) and `band` (a window alone)."
+            "the best constant answer. The controls are `average` (no attention) and `band` (a window alone)."
         )
         yield details(table)
         controls = [row.control for row in table.rows]
@@ -177,10 +188,10 @@ def _text(card: Card) -> Iterator[Block]:
         yield from _speed_table(speed)
     for what, found in (("accuracy", card.tables), ("speed by length", card.timings)):
         if not found:
-            yield f"No {what} was measured with this checkpoint."
+            yield f"No {what} was measured for this checkpoint."
     yield "## How to reproduce"
     yield "\n".join(f"- {_origin(result)}" for result in used) or "No run is recorded."
-    yield f"`hf-rfattn card` made this card from the documents in `{RESULTS}/` and `config.json`."
+    yield f"`hf-rfattn card` generated this card from the documents in `{RESULTS}/` and `config.json`."
     if entries := cite(card.folder.attention):
         yield "## Citations"
         yield "```bibtex\n" + "\n\n".join(entries) + "\n```"
@@ -196,7 +207,7 @@ def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
 
 
 def _loading(card: Card) -> Iterator[str]:
-    """Lines of Python."""
+    """Lines of Python that load the model."""
     path, name = card.folder.path, card.folder.architecture
     if (path / "modules.json").exists():
         yield "from sentence_transformers import SentenceTransformer"
@@ -209,6 +220,14 @@ def _loading(card: Card) -> Iterator[str]:
         yield f'tokenizer = AutoTokenizer.from_pretrained("{card.address}")'
 
 
+def _needs_recipes(card: Card) -> bool:
+    """Whether the model was fine-tuned with a pooling that its own code in transformers does not implement."""
+    if card.folder.config.get("classifier_pooling") not in POOLINGS:
+        return False
+    model = named_model_class(card.folder.architecture)
+    return model is not None and not hasattr(model.config_class(), "classifier_pooling")
+
+
 def _transfer_table(result: Result) -> Iterator[Block]:
     settings = ", ".join(f"{k} {json.dumps(v)}" for k, v in result.transfer.items() if not isinstance(v, (dict, list)))
     before, after = result.errors["before"], result.errors["after"]
@@ -216,8 +235,8 @@ def _transfer_table(result: Result) -> Iterator[Block]:
     data = " ".join(f"`{result.dataset[key]}`" for key in ("name", "config", "split") if result.dataset.get(key))
     yield "### Attention transfer"
     yield (
-        f"Error of attention outputs relative to softmax, by layer. Text, without labels: {data}; {settings}. On "
-        f"{result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
+        f"Relative error of attention outputs against softmax, by layer. Unlabelled text: {data}; {settings}. Measured "
+        f"on {result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
     )
     rows = [[f"`{layer}`", *map(number, errors)] for layer, *errors in columns]
     yield Table("", ["layer", "plain averaging", "before", "after"], rows)
@@ -230,7 +249,7 @@ def _speed_table(speed: Result) -> Iterator[Block]:
         peaks = [timing.get(f"{who}_peak_bytes") for who in ("softmax", "patched")]
         cells = [number(1000 * softmax), number(1000 * patched), f"{number(softmax / patched, 3)} ×"]
         rows.append([f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)])
-    yield "### Speed and memory by length"
+    yield "### Speed and memory by sequence length"
     yield f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}."
     headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
     yield Table("", headings, rows)
@@ -238,7 +257,7 @@ def _speed_table(speed: Result) -> Iterator[Block]:
 
 def _origin(result: Result) -> str:
     git, command = result.git, result.document.get("command")
-    commit = f"commit `{git['commit']}`" if git.get("commit") else "a commit that was not recorded"
+    commit = f"commit `{git['commit']}`" if git.get("commit") else "unknown commit"
     changed = " with uncommitted changes" if git.get("changed") else ""
     line = f": `{shlex.join(map(str, command)) if isinstance(command, list) else command}`" if command else ""
     packages = ", ".join(f"{name} {version}" for name, version in result.versions.items() if version)
@@ -246,7 +265,7 @@ def _origin(result: Result) -> str:
 
 
 def cite(attention: Mapping[str, Any]) -> list[str]:
-    """BibTeX of the papers behind the mechanisms of an attention document: references.bib names those above an entry.
+    """Return the BibTeX entries for the mechanisms of an attention document, which references.bib names above each.
 
     >>> [entry.partition(",")[0] for entry in cite({"mechanism": "fmm", "far": ["favor+"]})]
     ['@inproceedings{choromanski2021performers', '@inproceedings{nguyen2021fmmformer']

@@ -1,4 +1,4 @@
-"""A folder that `save_pretrained` of a patched model has written: what it holds and how it is recognised."""
+"""The folder of a saved patched model: its contents and its fingerprint."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Reads config.json; raises ValueError if the folder holds no patched checkpoint."""
+    """A folder with a patched checkpoint. Raises ValueError if it has none."""
 
     path: Path
 
@@ -22,11 +22,11 @@ class CheckpointFolder:
             raise ValueError(f"{self.path} is not a checkpoint: it has no {CONFIG}.")
         if not self.specs:
             raise ValueError(
-                f"{self.path} is not a patched checkpoint: its config.json says nothing of hf_rfattn. "
+                f"{self.path} is not a patched checkpoint: its config.json has no key 'rfattn'. "
                 "Call hf_rfattn.patch_model and model.save_pretrained first."
             )
         if not weight_files(self.path):
-            raise ValueError(f"{self.path} has no weights: neither {WEIGHTS} nor shards.")
+            raise ValueError(f"{self.path} has no weights: neither {WEIGHTS} nor shards of it.")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class CheckpointFolder:
 
     @cached_property
     def specs(self) -> dict[str, dict[str, Any]]:
-        """What `patch_model` has noted, by the part of the model it belongs to; "" is the model itself."""
+        """Records of `patch_model`, by part of the model; "" is the model itself."""
         parts = [("", self.config), *self.config.items()]
         found = {name: part["rfattn"] for name, part in parts if isinstance(part, dict) and part.get("rfattn")}
         if not all(isinstance(spec, dict) and spec.get("layers") for spec in found.values()):
@@ -47,12 +47,12 @@ class CheckpointFolder:
 
     @property
     def attention(self) -> dict[str, Any]:
-        """As result documents spell it."""
+        """The attention, in the format of result documents."""
         return {"layers": self.spec["layers"]}
 
     @property
     def architecture(self) -> str:
-        """The class in transformers that it is loaded with."""
+        """The transformers class to load it with."""
         return next(iter(self.config.get("architectures") or ()), "AutoModel")
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Score, speed and memory of results that can be compared: tables for cards, comparisons and the README, and a plot."""
+"""Tables and a plot of score, speed and memory for cards, comparisons and the README, from comparable results."""
 
 import math
 import statistics
@@ -24,20 +24,20 @@ from ..results import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CHANCE = {"sst2": 0.5, "rte": 0.5, "snli": 1 / 3, "cola": 0.0, "stsb": 0.0}  # of results that did not record it
+CHANCE = {"sst2": 0.5, "rte": 0.5, "snli": 1 / 3, "cola": 0.0, "stsb": 0.0}  # for results that did not record it
 
-Spread = tuple[float, float | None]  # mean and standard deviation over seeds, None for a single one
+Spread = tuple[float, float | None]  # mean and standard deviation over seeds, None for a single seed
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attention: a run for each seed. Ratios to softmax are None if softmax was not measured or has not learnt."""
+    """One attention, with a run per seed. Ratios to softmax are None if softmax was not measured or is at chance."""
 
     label: str
     runs: list[Result]
     control: str | None
     score: Spread
-    learnt: bool  # better than the best constant answer
+    learnt: bool  # clearly better than the best constant answer
     over_softmax: float | None
     speed: Spread | None  # samples per second
     speed_over_softmax: float | None
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Rows with one task, model, data and budget: softmax first, controls last."""
+    """Rows of the same task, model, data and budget; softmax first, controls last."""
 
     title: str
     metric: Metric
@@ -65,7 +65,7 @@ class ScoreTable:
 
     @property
     def budget(self) -> str:
-        """What was trained on what, for how long, on which machine."""
+        """Model, data, training budget, seeds and machine."""
         first, unit = self.first, "examples" if self.metric.scale else "tokens"
         data = " ".join(filter(None, [first.dataset["name"], first.dataset.get("config")]))
         budget = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.budget.items())
@@ -91,7 +91,7 @@ def over_seeds(values: Iterable[float | None]) -> Spread | None:
 
 
 def label_of(result: Result) -> str:
-    """Its attention, and whether that has learnt from softmax."""
+    """The attention of a result, and whether it went through attention transfer."""
     steps = (result.document.get("transfer") or {}).get("steps")
     return attention_label(result.attention) + (f", after {steps} steps of transfer" if steps else "")
 
@@ -99,7 +99,7 @@ def label_of(result: Result) -> str:
 def make_tables(
     results: Iterable[Result], title: Callable[[Result], str], label: Callable[[Result], str] = label_of
 ) -> list[ScoreTable]:
-    """A table for each title, task, model, data and budget, a row for each label."""
+    """Group results into one table per title, task, model, data and budget, with one row per label."""
     groups: dict[tuple[str, str], dict[str, list[Result]]] = {}
     for result in results:
         groups.setdefault((title(result), result.measured_on), {}).setdefault(label(result), []).append(result)
@@ -130,9 +130,10 @@ def _ratio(own: Spread | None, base: Spread | None) -> float | None:
 
 
 def overview(tables: Sequence[ScoreTable]) -> Table:
-    """A row for each attention, a column for each task, and the mean share of softmax's score.
+    """One row per attention, one column per task, and the mean share of softmax's score.
 
-    The mean is over tasks that softmax has learnt, of rows that are in all of them; losses do not count.
+    The mean is over the tasks in which softmax is above chance, for rows that appear in all of them; metrics where
+    lower is better are left out.
     """
     lines = []
     for label in dict.fromkeys(row.label for table in tables for row in table.rows):
@@ -149,7 +150,7 @@ def overview(tables: Sequence[ScoreTable]) -> Table:
 
 
 def run_speed(table: ScoreTable, row: Row) -> dict[str, str]:
-    """Speed and memory as the runs measured them."""
+    """Speed and memory measured by the runs themselves."""
     memory = max(run.peak_memory_bytes or 0 for run in row.runs)
     return {
         "samples/s": spread_text(row.speed),
@@ -159,7 +160,7 @@ def run_speed(table: ScoreTable, row: Row) -> dict[str, str]:
 
 
 def details(table: ScoreTable, speed: Callable[[ScoreTable, Row], dict[str, str]] = run_speed) -> Table:
-    """Score, speed and memory in one row for each attention. `speed`: its cells, by heading."""
+    """One row per attention with score, speed and memory. `speed` returns the speed cells of a row by heading."""
     rows = []
     for row in table.rows:
         over = row.over_softmax
@@ -178,7 +179,7 @@ def details(table: ScoreTable, speed: Callable[[ScoreTable, Row], dict[str, str]
 
 
 def _at(stage: str, row: Row) -> Iterator[float]:
-    """Scores that were recorded at a stage before training."""
+    """Scores recorded at a stage before training."""
     for run in row.runs:
         for entry in run.document.get("history", ()):
             if entry.get("stage") == stage:
@@ -186,7 +187,7 @@ def _at(stage: str, row: Row) -> Iterator[float]:
 
 
 def _errors(row: Row) -> list[float]:
-    """Of attention outputs, mean over layers and seeds: before, after attention transfer, after training."""
+    """Errors of attention outputs, mean over layers and seeds: before, after attention transfer, after training."""
     found: dict[str, list[float]] = {"before": [], "transferred": [], "after": []}
     for run in row.runs:
         errors, taught = run.document.get("attention_error") or {}, run.document.get("transfer")
@@ -198,7 +199,7 @@ def _errors(row: Row) -> list[float]:
 
 
 def without_empty(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table without the columns in which nothing was measured."""
+    """Build a table without empty columns."""
     kept = [i for i in range(len(headings)) if any(row[i] != DASH for row in rows)]
     return Table("", [headings[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
@@ -208,7 +209,7 @@ def score_text(row: Row) -> str:
 
 
 def spread_text(value: Spread | None, digits: int = 3, scale: float | None = None) -> str:
-    """Mean ± standard deviation; with the perfect score as `scale`, in percent.
+    """Format mean ± standard deviation; in percent of `scale`, the perfect score, if given.
 
     >>> spread_text((0.8, 0.0123), scale=1), spread_text((1234.5, None)), spread_text(None)
     ('80.0 ± 1.2', '1,230', '–')
@@ -226,8 +227,8 @@ def percent(value: float | None) -> str:
 
 
 def score_and_speed(tables: Sequence[ScoreTable], relative: bool = False) -> "Figure | None":
-    """A panel per task with its score against throughput, or both `relative` to softmax; further rows of one mechanism
-    have hollow marks.
+    """Plot score against throughput, or both `relative` to softmax, in one panel per task. Further rows of the same
+    mechanism have hollow markers.
     """
     from matplotlib.figure import Figure
 
@@ -240,7 +241,8 @@ def score_and_speed(tables: Sequence[ScoreTable], relative: bool = False) -> "Fi
     lines = -(-len(tables) // columns)
     figure = Figure(figsize=(4.6 * columns + 0.6, 4.2 * lines + 0.7), layout="constrained")
     for i, table in enumerate(tables):
-        axes, seen = figure.add_subplot(lines, columns, i + 1), set()
+        shared = figure.axes[0] if relative and i else None
+        axes, seen = figure.add_subplot(lines, columns, i + 1, sharey=shared), set()
         unit = 100 if relative else 100 / (table.metric.scale or 100)
         for row in table.rows:
             if row.speed:
@@ -256,7 +258,7 @@ def score_and_speed(tables: Sequence[ScoreTable], relative: bool = False) -> "Fi
                 seen.add(mechanism)
         axes.margins(0.12)
         axes.grid(alpha=0.3)
-        names = ("speed-up over softmax", f"% of softmax's {table.metric_name}")
+        names = ("speed-up over softmax", f"% of softmax's {table.metric_name.removesuffix(' (%)')}")
         xlabel, ylabel = names if relative else ("samples per second", table.metric_name)
         axes.set(title=table.title, xlabel=xlabel, ylabel=ylabel)
         axes.yaxis.set_inverted(table.metric.lower_is_better)

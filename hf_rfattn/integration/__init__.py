@@ -1,4 +1,4 @@
-"""All that touches transformers. Importing it registers our attention and mask functions and wraps some methods."""
+"""Integration with transformers. Importing it registers our attention and mask functions and wraps some methods."""
 
 from . import checkpoint
 from .error import AttentionError, attention_error, calibrate

@@ -1,8 +1,9 @@
-"""PEFT adapters of patched models: what they were trained on is saved with them, and they load onto nothing else.
+"""PEFT adapters of patched models: they record the base they were trained on and load only onto the same one.
 
-An adapter holds what was trained, and PEFT puts it onto any base that has modules of the same names. So saving one adds
-a record to `adapter_config.json`: how the base was patched, and a summary of the mechanisms that the adapter does not
-bring itself. Loading one patches a base that is not patched, and refuses a base that is not the same in the end.
+PEFT loads an adapter onto any base model with the same module names. Saving an adapter of a patched model therefore
+adds a record to `adapter_config.json`: how the base was patched, and a summary of the mechanism tensors that are not
+part of the adapter. Loading the adapter patches an unpatched base, and raises if the base still differs from the
+record.
 
 The import hook imports this module after PEFT. It wraps the methods that save models (of PEFT and transformers), save
 and load configs, and add adapters to models.
@@ -29,13 +30,13 @@ from .patching import apply_patch, unpatch_model
 from .spec import PatchSpec
 from .wrapping import wraps_method
 
-RECORD = NAME  # the key in adapter_config.json: without this package PEFT warns that it does not know it
-TOLERANCE = 0.01  # of the norm: bfloat16 stays below it, another draw does not
+RECORD = NAME  # key in adapter_config.json; PEFT without this package warns that it is unknown
+TOLERANCE = 0.01  # relative to the norm: above the rounding of bfloat16, below the difference of another draw
 _ADVICE = "Load the adapter onto the patched base that it was trained on (saved with save_pretrained)."
 
 
 def describe(model: nn.Module, adapter: str) -> dict[str, Any] | None:
-    """The record of an adapter; None if its base is not patched."""
+    """Return the record of an adapter, or None if its base is not patched."""
     base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), nn.Module())
     specs = {path: part.config.rfattn for path, part in _patched_parts(base).items() if _is_active(part)}
     if not specs:
@@ -46,25 +47,25 @@ def describe(model: nn.Module, adapter: str) -> dict[str, Any] | None:
 
 
 def prepare(model: nn.Module, record: Any, adapter: str) -> None:
-    """Make the base what the record says. Raises ValueError, and leaves the model as it was, if that cannot be."""
+    """Patch the base as the record says. If that is not possible, raise ValueError and leave the model unchanged."""
     wanted, draws, summary = _read(record)
     base = outermost_models(model)[0]
     parts = _patched_parts(base)
     if not parts:
         if any(isinstance(m, BaseTunerLayer) for m in base.modules()):
             raise ValueError(
-                "This adapter was trained on a patched model. Patching this one would change what its other adapters "
-                f"give. {_ADVICE}"
+                "This adapter was trained on a patched model. Patching this model would change the outputs of its "
+                f"other adapters. {_ADVICE}"
             )
         _patch(base, wanted, draws)
     elif not all(map(_is_active, parts.values())):
         raise ValueError(
-            "This adapter was trained on a patched model. This one is patched but uses softmax: call "
-            f"model.set_attn_implementation({NAME!r}) first."
+            "This adapter was trained on a patched model. This model is patched but its attention implementation is "
+            f"softmax: call model.set_attn_implementation({NAME!r}) first."
         )
     elif {path: PatchSpec.from_dict(part.config.rfattn) for path, part in parts.items()} != wanted:
         raise ValueError(
-            "This adapter was trained on a model that was patched otherwise: "
+            "This adapter was trained on a model with a different patch: "
             f"{json.dumps(record['patched'])}. {_ADVICE} Or call unpatch_model(model) first: loading then patches it."
         )
     found = _summary(base, adapter)
@@ -72,13 +73,13 @@ def prepare(model: nn.Module, record: Any, adapter: str) -> None:
         if not parts:
             unpatch_model(base)
         raise ValueError(
-            "The mechanisms of this model are not those that the adapter was trained with, and the adapter does not "
-            f"contain them (that takes modules_to_save=['rf']). {_ADVICE}"
+            "The mechanisms of this model have other values than those that the adapter was trained with, and the "
+            f"adapter does not contain them (modules_to_save=['rf'] would save them). {_ADVICE}"
         )
 
 
 def _patched_parts(base: nn.Module) -> dict[str, Any]:
-    """The (nested) models that were patched, by their paths, without those inside them."""
+    """Patched (nested) models by path, outermost ones only."""
     parts: dict[str, Any] = {}
     for path, module in base.named_modules():
         inside = any(outer == "" or path.startswith(f"{outer}.") for outer in parts)
@@ -92,9 +93,9 @@ def _is_active(part: PreTrainedModel) -> bool:
 
 
 def _summary(base: nn.Module, adapter: str) -> dict[str, list[float]]:
-    """Three sums over the tensors of each name in mechanisms that are not saved with the adapter, all layers together.
+    """Three checksums per tensor name over the mechanisms of all layers that are not saved with the adapter.
 
-    Tensors that are not here as a whole (sharded by FSDP or DeepSpeed, or without memory) are left out.
+    Skips tensors that this process does not have in full (sharded by FSDP or DeepSpeed, or on the meta device).
     """
     sums: dict[str, Tensor] = {}
     mechanisms: list[Any] = [m.rf for m in base.modules() if m._modules.get("rf") is not None]
@@ -115,14 +116,14 @@ def _close(a: list[float], b: list[float]) -> bool:
 
 
 def _read(record: Any) -> tuple[dict[str, PatchSpec], int, dict[str, list[float]]]:
-    """The parts of a record, checked: it comes from a file."""
+    """Validate and return the parts of a record, which comes from a file."""
     try:
         wanted = {path: PatchSpec.from_dict({**spec, "softmax": "sdpa"}) for path, spec in record["patched"].items()}
         draws, summary = int(record["draws"]), record["mechanisms"]
         if not wanted or draws < 0 or not all(len(v) == 3 and all(map(math.isfinite, v)) for v in summary.values()):
-            raise ValueError("it is not complete")
+            raise ValueError("it is incomplete")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{RECORD!r} in adapter_config.json makes no sense: {error}") from error
+        raise ValueError(f"{RECORD!r} in adapter_config.json is invalid: {error}") from error
     return wanted, draws, summary
 
 
@@ -133,24 +134,24 @@ def _patch(base: PreTrainedModel, wanted: dict[str, PatchSpec], draws: int) -> N
             sites = find_attention(part)
             beyond = sorted(set(spec.by_layer) - {site.index for site in sites})
             if beyond:
-                raise ValueError(f"This adapter's base has a layer {beyond[0]}, which this model does not have.")
+                raise ValueError(f"It was trained on a model with a layer {beyond[0]}, which this model does not have.")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
+                warnings.simplefilter("ignore")  # the user has seen these warnings when patching the original base
                 apply_patch(part, sites, spec)
         for feature_map in random_maps(base) if draws else ():
             feature_map.draws.fill_(draws)
             feature_map.draw()
     except (AttributeError, NotImplementedError, ValueError) as error:
         unpatch_model(base)
-        if isinstance(error, NotImplementedError):  # torch, of parameters without memory
-            error = ValueError("With low_cpu_mem_usage=True the base must be patched before: call patch_model first.")
+        if isinstance(error, NotImplementedError):  # raised by torch for parameters on the meta device
+            error = ValueError("with low_cpu_mem_usage=True, call patch_model before loading the adapter.")
         raise ValueError(f"This adapter cannot be loaded onto this base: {error}") from error
 
 
 @wraps_method(PeftModel, "save_pretrained")
 @wraps_method(PreTrainedModel, "save_pretrained")
 def _save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The configs of adapters know what to write for as long as a model is being saved."""
+    """Attach the record to the config of each adapter while the model is being saved."""
     configs = getattr(self, "peft_config", None) or {}
     for adapter, config in configs.items():
         setattr(config, RECORD, describe(self, adapter))
@@ -172,7 +173,7 @@ def _save_config(original: Any, self: PeftConfigMixin, save_directory: Any, **kw
 
 @wraps_method(PeftConfigMixin, "from_peft_type")
 def _read_config(original: Any, cls: type[PeftConfigMixin], **kwargs: Any) -> Any:
-    """It gets what is in the file."""
+    """Keep the record, which PEFT would warn about. `kwargs` are the contents of adapter_config.json."""
     record = kwargs.pop(RECORD, None)
     config = original(cls, **kwargs)
     if record is not None:
@@ -181,9 +182,9 @@ def _read_config(original: Any, cls: type[PeftConfigMixin], **kwargs: Any) -> An
 
 
 @wraps_method(BaseTuner, "inject_adapter")
-@wraps_method(PeftModel, "add_adapter")  # prompt learning comes this way
+@wraps_method(PeftModel, "add_adapter")  # called for prompt learning
 def _add_adapter(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The record has done its work then: a later save writes what the model is then."""
+    """Check the base against the record, then drop the record: a later save writes a new one."""
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments
     adapter = given["adapter_name"]
     config = given.get("peft_config") or self.peft_config[adapter]

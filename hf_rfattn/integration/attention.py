@@ -1,15 +1,15 @@
-"""The two functions registered with transformers: q, k, v in, the layer's mechanism (or softmax) applied, output out;
-and the mask that it gets.
+"""The attention function and the mask function that are registered with transformers.
 
-Padding, packing and causality travel from the model to the attention function in one small tensor. transformers builds
-its masks once a forward pass and hands the result to every layer. The mask function here never builds an L × L matrix:
-- bidirectional: an ordinary boolean mask with one row for all queries, `[B or 1, 1, 1, Lk]`, True where a key exists;
+The attention function applies the layer's mechanism, or softmax if the layer has none, to q, k and v. Padding, packing
+and causality reach it in one small tensor: transformers calls the mask function once per forward pass and passes the
+result to every layer. The mask function avoids L × L masks:
+- bidirectional: a boolean mask with one row for all queries, `[B or 1, 1, 1, Lk]`, True for keys that are not padding;
 - causal: a compact mask `[B or 1, 1, 2, Lk]`, recognised by its two rows and its integer type: int8 for padding
-  (1 = the key exists) or int32 for packing (the number of the key's sequence). transformers' exporters join the masks
-  of several steps row by row; the last one tells of all their keys;
-- nothing hidden: the same with a last dimension of 1;
-- anything else (windows, overlays): an ordinary mask of pairs, for layers that stay softmax; patched ones refuse it.
-Models only hand the mask on or cut its last dimension.
+  (1 = not padding) or int32 for packing (the index of the key's sequence). transformers' exporters concatenate the
+  masks of several steps row by row; the last row covers all keys;
+- no key hidden: the same masks with a last dimension of 1;
+- anything else (windows, overlays): an ordinary L × L mask for softmax layers; patched layers raise an error.
+Models pass the mask on unchanged or slice its last dimension.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from .cache import RecurrentLayer
 from .names import CACHE, NAME, PART
 from .positions import LIMIT, find_tables
 
-# Arguments by which some models change their scores in ways φ(x)ᵀφ(y) cannot express.
+# Arguments with which some models change their scores in ways that φ(x)ᵀφ(y) cannot express.
 _INEXPRESSIBLE = {
     "position_bias": "adds a position bias to its scores",
     "s_aux": "has attention sinks",
@@ -37,7 +37,7 @@ _INEXPRESSIBLE = {
     "block_indices": "selects keys",
 }
 
-_HIDDEN = -1000.0  # exp of it is 0 in any precision; masks in use have -10000 (-9984 in bfloat16) or far less
+_HIDDEN = -1000.0  # exp(-1000) is 0 in any precision; models use -10000 (-9984 in bfloat16) or far less
 _BIAS = (
     "The floating attention mask has values other than 0 (visible) and -1000 or below (hidden). Linear attention can "
     "hide keys but cannot add a bias to their scores: pass a boolean or 2D attention_mask, or leave these layers "
@@ -46,15 +46,15 @@ _BIAS = (
 
 
 class CallCheck:
-    """Forward pre-hook of a patched model: what cannot be given is refused, not silently left out, and inputs longer
-    than the table of positions get a sentence instead of an index error.
+    """Forward pre-hook of a patched model that raises for unsupported arguments instead of ignoring them, and for
+    inputs longer than the position table, which would end in an index error.
     """
 
     def __init__(self, positions: bool):
-        """`positions`: whether this model has patched layers of its own, and not only inside another model."""
+        """`positions`: whether to check positions, for models with patched layers outside of any nested model."""
         self.positions = positions
-        self.limit: int | None = None  # of the config, when the tables were last looked at
-        self.allowed: int | None = None  # tokens that they allow
+        self.limit: int | None = None  # limit in the config when the tables were last searched
+        self.allowed: int | None = None  # number of tokens that the tables allow
 
     def __call__(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
         if module.config._attn_implementation == NAME:
@@ -80,12 +80,12 @@ class CallCheck:
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         past = cache.get_seq_length() if isinstance(cache, Cache) else 0
         length = 0 if tokens is None else tokens.shape[1]
-        length += past if isinstance(past, int) else 0  # as far as known without waiting for a GPU
+        length += past if isinstance(past, int) else 0  # reading a tensor would wait for the GPU
         if length > self.allowed:
             self._refuse(module, length, kwargs)
 
     def _refuse(self, module: PreTrainedModel, length: int, inputs: dict[str, Any]) -> None:
-        """Raise, unless the input is packed or some models give no positions to its padding."""
+        """Raise unless the positions fit after all: in packed inputs, or where padding takes no positions."""
         allowed: Any = self.allowed
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
         if positions is not None:
@@ -94,9 +94,9 @@ class CallCheck:
             length = int(mask.sum(-1).max())
         if length > allowed:
             raise ValueError(
-                f"The input has {length} tokens, but {type(module).__name__} has positions for {allowed}. Truncate it: "
-                f"tokenizer(..., truncation=True, max_length={allowed}). Or extend the table and train the model: "
-                f"hf_rfattn.extend_positions(model, {length})."
+                f"The input has {length} tokens, but {type(module).__name__} has positions for {allowed}. Truncate it "
+                f"with tokenizer(..., truncation=True, max_length={allowed}), or extend the position table with "
+                f"hf_rfattn.extend_positions(model, {length}) and train the model."
             )
 
 
@@ -111,7 +111,7 @@ def rf_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """The mask function registered under "hf_rfattn"."""
+    """Mask function registered under "hf_rfattn"; see the module docstring."""
     custom = kwargs.get("use_vmap") or kwargs.get("local_size") is not None
     bidirectional = mask_function is masking_utils.bidirectional_mask_function
     if not custom and (bidirectional or mask_function is masking_utils.causal_mask_function):
@@ -130,11 +130,11 @@ def rf_mask(
 
 
 def _segments(mask_function: Any, batch_size: int, kv_length: int, device: torch.device | str) -> Tensor:
-    """Numbers of packed sequences, found by asking whether each position may see the one before it.
+    """Index of the packed sequence of each position, which increases where a position may not see the one before it.
 
-    Without an overlay (`use_vmap`) or a window (`local_size`), transformers joins two masks by "and" only for packed
-    rows: causality and equality of sequence. Asking, unlike looking into the closure, also works while torch.compile
-    traces.
+    Without an overlay (`use_vmap`) or a window (`local_size`), transformers combines two masks by "and" only for packed
+    rows: causality and equality of sequence. Evaluating the mask, unlike inspecting its closure, also works under
+    torch.compile.
     """
     batch = torch.arange(batch_size, device=device)[:, None]
     position = torch.arange(kv_length, device=device)[None, :]
@@ -151,20 +151,20 @@ class Pattern(NamedTuple):
 
 
 def read_mask(mask: Tensor, batch: int, k_length: Any) -> Pattern | None:
-    """What a mask with one row for all queries says of some keys; None for a mask of pairs."""
+    """Decode a mask of `rf_mask`, or any mask with one row for all queries. Returns None for an L × L mask."""
     if mask.ndim != 4:
         return None
     causal = (mask.dtype == torch.int8 and mask.shape[2] >= 2) or (mask.dtype == torch.int32 and mask.shape[2] == 2)
     if not causal and mask.shape[1:3] != (1, 1):
         return None
     if mask.shape[3] == 1 and k_length > 1 and mask.dtype in (torch.int8, torch.bool):
-        return Pattern(None, None, causal)  # nothing is hidden, whatever the length
+        return Pattern(None, None, causal)  # no key is hidden
     row = mask[:, 0, -1].expand(batch, -1)
     if mask.dtype == torch.int32:
         return Pattern(None, row, causal)
     if not mask.dtype.is_floating_point:
         return Pattern(row != 0, None, causal)
-    # It is added to scores: 0 for keys that exist, and far below any score for others (layoutlm, markuplm).
+    # An additive mask: 0 for visible keys and a large negative number for hidden ones (layoutlm, markuplm).
     expressible = ((row == 0) | (row <= _HIDDEN)).all()
     if torch.compiler.is_compiling():
         torch._assert_async(expressible, _BIAS)
@@ -183,14 +183,14 @@ def rf_attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer: `[B, H, L, D]` in, `[B, L, H, D]` out.
+    """Attention function registered under "hf_rfattn": `[B, H, L, D]` → `[B, L, H, D]`.
 
-    Layers without a mechanism in a patched model get exact softmax. Dropout of attention weights has no counterpart in
-    linear attention and is applied only there.
+    Layers of a patched model without a mechanism use exact softmax. Attention dropout has no counterpart in linear
+    attention, so it applies only to softmax layers.
     """
     layer, part = kwargs.pop(CACHE, None), kwargs.pop(PART, None)
     mechanism: Any = getattr(module, "rf", None)
-    if mechanism is None and "rf" not in vars(module):  # patch_model sets it to None where it leaves a layer softmax
+    if mechanism is None and "rf" not in vars(module):  # patch_model sets rf = None for softmax layers
         raise ValueError(
             f"The attention implementation is {NAME!r} but this model was not patched. Call "
             "hf_rfattn.patch_model(model, 'favor+'), or set attn_implementation='sdpa'."
@@ -198,18 +198,18 @@ def rf_attention_forward(
     for name, reason in _INEXPRESSIBLE.items():
         if mechanism is not None and kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{type(module).__name__} {reason} ({name}), which its {mechanism.config.name!r} attention cannot "
-                "express. Leave this layer out: patch_model(model, ..., layers=...)."
+                f"{type(module).__name__} {reason} ({name}), which {mechanism.config.name!r} attention cannot express. "
+                "Leave this layer out with patch_model(model, ..., layers=...)."
             )
     recurrent, length = isinstance(layer, RecurrentLayer), key.shape[2]
-    if recurrent:  # the mask is that of all tokens so far
+    if recurrent:  # the mask covers all tokens so far
         length = layer.keys.shape[2] if layer.static_length is None else layer.static_length
     if attention_mask is not None:
-        bias = mechanism is None and part is None and attention_mask.dtype.is_floating_point  # which sdpa can add
+        bias = mechanism is None and part is None and attention_mask.dtype.is_floating_point  # sdpa adds it
         pattern = None if bias else read_mask(attention_mask, key.shape[0], length)
-    elif mechanism is not None and query.shape[2] == 1 and part is None:  # it sees all
+    elif mechanism is not None and query.shape[2] == 1 and part is None:  # one query sees all keys
         pattern = Pattern(None, None, False)
-    else:  # by the same rule as transformers' sdpa function
+    else:  # the same rule as in transformers' sdpa function
         causal = kwargs.get("is_causal")
         pattern = Pattern(None, None, bool(getattr(module, "is_causal", True) if causal is None else causal))
     if mechanism is None:
@@ -232,17 +232,17 @@ def rf_attention_forward(
 def _inexpressible_mask(module: nn.Module, mask: Any, recurrent: bool) -> str:
     what = f"{type(module).__name__} was given a {mask.dtype} attention mask of shape {tuple(mask.shape)}."
     if recurrent:
-        return f"{what} In generation, a recurrent state needs a 2D attention_mask."
+        return f"{what} Generation with a patched model needs a 2D attention_mask."
     return (
-        f"{what} Linear attention can hide keys (a 2D padding mask), keep causality and keep packed sequences apart "
-        "(position_ids that restart), but cannot express an arbitrary mask of pairs. Pass a 2D attention_mask, or "
-        "leave this layer softmax: patch_model(model, ..., layers=...)."
+        f"{what} Patched layers support padding (a 2D mask), causal attention and packed sequences (position_ids that "
+        "restart), but not arbitrary L × L masks. Pass a 2D attention_mask, or leave this layer softmax with "
+        "patch_model(model, ..., layers=...)."
     )
 
 
 def _softmax(module, query, key, value, mask, pattern: Pattern | None, layer, part: Part | None, kwargs: dict):
-    """transformers' sdpa, with a mask that it understands."""
-    if part is not None:  # the keys and values of all parts that the queries of this one may see
+    """Call transformers' sdpa function with a mask that it understands."""
+    if part is not None:  # gather the keys and values that the queries of this process may see
         if pattern is None:
             raise NotImplementedError(_inexpressible_mask(module, mask, False))
         stop = part.start + part.length if pattern.causal else None
@@ -257,12 +257,12 @@ def _softmax(module, query, key, value, mask, pattern: Pattern | None, layer, pa
     queries, keys, device = query.shape[2], key.shape[2], query.device
     if not causal:
         mask = None if key_mask is None else key_mask[:, None, None, :]
-    elif isinstance(layer, StaticLayer):  # it has room behind its last key
+    elif isinstance(layer, StaticLayer):  # it has unused slots after its last key
         position = layer.get_seq_length() - queries + torch.arange(queries, device=device)[:, None]
         mask = (torch.arange(keys, device=device) <= position)[None, None]
         mask = mask if key_mask is None else mask & key_mask[:, None, None, :]
     elif key_mask is None and segments is None and queries == keys:
-        mask = None  # `is_causal` alone says it
+        mask = None  # `is_causal` is enough
     else:
         mask = allowed_pairs(queries, keys, key_mask, True, segments, device=device)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **{**kwargs, "is_causal": causal})

@@ -1,8 +1,8 @@
 """Generation with constant memory: a cache layer that holds a mechanism's state instead of all keys and values.
 
-A forward pre-hook of each attention module puts it into the cache that `generate` made, before the model's
-`cache.update` runs, and hands it on to the attention function as a keyword. The model is left without any state, so
-threads and torch.compile see nothing but the cache itself.
+A forward pre-hook of each attention module puts this layer into the cache that `generate` created, before the model
+calls `cache.update`, and passes it to the attention function as a keyword. All state is in the cache and none in the
+model, so threads and torch.compile work as usual.
 """
 
 import copy
@@ -19,16 +19,16 @@ from .names import CACHE, NAME
 
 _START_AGAIN = "Start again without past_key_values."
 _ROLLBACK = (
-    "A recurrent state cannot forget tokens, which assisted decoding, prompt lookup and crop() need. "
+    "A recurrent state cannot forget tokens, so assisted decoding, prompt lookup and crop() are not supported. "
     "Generate without them, or switch to softmax with model.set_attn_implementation('sdpa')."
 )
 
 
 class RecurrentLayer(CacheLayerMixin):
-    """The cache of one patched layer: tensors of a fixed size, at fixed addresses, however long the context; unless the
-    mechanism holds all keys.
+    """The cache of one patched layer: tensors of fixed size at fixed addresses, whatever the context length (unless the
+    mechanism holds all keys).
 
-    They are not made in inference mode, since they could then not be updated outside of it.
+    The tensors are not created in inference mode, since they could not be updated outside of it.
     """
 
     is_sliding = False
@@ -36,18 +36,18 @@ class RecurrentLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, layer: Any):
-        """In place of an empty layer. Of a static one it takes the length; the count of tokens is then a tensor, as
-        torch.compile wants it.
+        """Replace an empty cache layer. A static layer passes on its length; tokens are then counted in a tensor, as
+        torch.compile needs it.
         """
         if type(layer) not in (DynamicLayer, StaticLayer):
             raise NotImplementedError(
-                f"A patched layer cannot use a {type(layer).__name__}; set cache_implementation to None or 'static'."
+                f"Patched layers do not support {type(layer).__name__}; set cache_implementation to None or 'static'."
             )
         copied = isinstance(layer, DynamicLayer) and layer.keys is not None and not layer.keys.numel()
         if copied or int(layer.get_seq_length()) > 0:
             raise ValueError(
                 "This cache was filled by softmax attention (before patching, or in training mode), or is a copy of "
-                f"keys and values, as Whisper's generate returns it; no state can be made from it. {_START_AGAIN}"
+                f"keys and values, as Whisper's generate returns it. Patched layers cannot use it. {_START_AGAIN}"
             )
         super().__init__()
         self.static_length = layer.max_cache_len if isinstance(layer, StaticLayer) else None
@@ -55,14 +55,14 @@ class RecurrentLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             self.count = torch.tensor(0) if self.is_compileable else None
         self.state: State | None = None
-        self.patch_number: int | None = None  # of the mechanism that made the state
-        self.versions: list[int] | None = None  # of its random maps
-        self.announced = False  # an update by the mechanism
-        self.waiting = False  # for the attention function to take the keys of the last update
+        self.patch_number: int | None = None  # of the mechanism that created the state
+        self.versions: list[int] | None = None  # of its random feature maps
+        self.announced = False  # hand_on_cache has announced the next update
+        self.waiting = False  # the attention function has not yet taken the keys of the last update
 
     @property
     def seen(self) -> int | Tensor:
-        """Tokens in the state: a tensor in place of a static layer, else a shape, as torch.export wants it."""
+        """Number of tokens in the state: a tensor if it replaces a static layer, else a shape, for torch.export."""
         if self.count is not None:
             return self.count
         return 0 if self.keys is None else self.keys.shape[2]
@@ -79,22 +79,22 @@ class RecurrentLayer(CacheLayerMixin):
         return 0 if self.keys is None else self.keys.shape[0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """transformers asks for it; a state is made when the first tokens reach their mechanism."""
+        """Required by transformers. Does nothing: `attend` creates the state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Count the new tokens and hand them on; `attend` takes them into the state."""
+        """Count the new tokens and return them; `attend` adds them to the state."""
         if not self.announced:
-            raise ValueError(f"This cache was filled by patched layers, and softmax cannot read it. {_START_AGAIN}")
+            raise ValueError(f"This cache was filled by patched layers, so softmax cannot read it. {_START_AGAIN}")
         if self.waiting:
-            raise NotImplementedError("The keys of the last step never reached their mechanism. Pass use_cache=False.")
+            raise NotImplementedError("No attention followed the last update of this cache. Pass use_cache=False.")
         batch, _, new, _ = key_states.shape
         if self.keys is not None and batch != self.batch_size:
             raise ValueError(
-                f"This cache holds {self.batch_size} sequences, but the input has {batch}. Give each batch its own "
-                "cache, or first call cache.batch_select_indices(rows) or cache.batch_repeat_interleave(n)."
+                f"This cache holds {self.batch_size} sequences, but the input has {batch}. Use one cache per batch, or "
+                "first call cache.batch_select_indices(rows) or cache.batch_repeat_interleave(n)."
             )
         self.announced, self.waiting = False, True
-        # No keys or values are kept. What models ask for has no elements, and a shape that tells how many there were.
+        # Models may read keys and values: these have no elements, but their shape gives the number of tokens.
         if self.keys is None:
             self.keys = self.values = key_states.new_empty(batch, 0, 0, 0)
         if self.count is None:
@@ -106,19 +106,19 @@ class RecurrentLayer(CacheLayerMixin):
     def attend(
         self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """Attention of the tokens of the last update to the past and to themselves. `key_mask` is of all tokens so far,
-        or None.
+        """Attention of the tokens of the last update to the past and to each other. `key_mask` covers all tokens so
+        far, or is None.
         """
         if not self.waiting:
             raise NotImplementedError(
-                "This architecture calls attention more than once a layer or shares keys between layers, which would "
-                "corrupt a recurrent state. Pass use_cache=False."
+                "This architecture calls attention more than once per layer or shares keys between layers, which a "
+                "recurrent state does not support. Pass use_cache=False."
             )
         self.waiting = False
         if self.state is None:
             self.device, self.is_initialized = k.device, True
             with torch.inference_mode(False):
-                if mechanism.holds_all_keys:  # in the model's precision, like softmax; a static cache has room for all
+                if mechanism.holds_all_keys:  # in the model's dtype, like softmax; preallocated for a static cache
                     room = self.static_length or 0
                     self.state = mechanism.new_state(k.shape[0], v.shape[-1], v.dtype, v.device, room)  # type: ignore[call-arg]
                 else:
@@ -137,7 +137,7 @@ class RecurrentLayer(CacheLayerMixin):
         return self.seen  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks cover the whole past, for the layers that stay softmax."""
+        """Masks cover the whole past, which softmax layers need."""
         length = self.seen + query_length if self.static_length is None else self.static_length
         return length, 0  # type: ignore[return-value]
 
@@ -189,7 +189,7 @@ class RecurrentLayer(CacheLayerMixin):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "patch_number": None}  # which another process counts differently
+        return {**vars(self), "patch_number": None}  # it differs between processes
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
@@ -200,8 +200,8 @@ class RecurrentLayer(CacheLayerMixin):
 
 
 class Stateful:
-    """True while patched attention modules are in use, not softmax: transformers then refuses, before the first token,
-    what would need to take tokens back.
+    """True while the patched attention modules are in use: transformers then refuses, before the first token, decoding
+    methods that roll back tokens.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -212,7 +212,7 @@ class Stateful:
 
 
 def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Forward pre-hook of each self-attention module of a patched model."""
+    """Forward pre-hook of each self-attention module of a patched model, which passes its cache layer on."""
     cache: Any = None
     for value in (*args, *kwargs.values()):
         cache = value if isinstance(value, Cache) else cache
@@ -227,11 +227,11 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
     layer = cache.layers[layer_idx]
     if mechanism is not None and not isinstance(layer, RecurrentLayer):
         if module.training and type(layer) is DynamicLayer:
-            return None  # models that cache by default while training: nothing will be read from it
+            return None  # some models create a cache in training, which nothing reads
         if isinstance(layer, DynamicLayer) and hasattr(layer, "update_recurrent_state"):
-            return None  # a layer that is state space and attention at once keeps its keys, all of which are then read
+            return None  # layers with both a state space and attention keep all keys
         layer = cache.layers[layer_idx] = RecurrentLayer(layer)
-    if mechanism is not None:  # a state made by another one means nothing to it
+    if mechanism is not None:  # the state must come from the same mechanism and draw
         versions = []
         for part in mechanism.modules():
             if isinstance(part, RandomFeatures):
@@ -242,8 +242,8 @@ def hand_on_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
             layer.versions = versions
         if layer.patch_number != mechanism.patch_number or layer.versions != versions:
             raise ValueError(
-                "This cache was filled by another mechanism or random draw: the model was patched, redrawn or "
-                f"calibrated after that. {_START_AGAIN}"
+                "This cache was filled with another mechanism or random draw: the model has been patched, redrawn or "
+                f"calibrated since. {_START_AGAIN}"
             )
         layer.announced = True
     return args, {**kwargs, CACHE: layer}

@@ -1,11 +1,11 @@
-"""Patched checkpoints: a saved model says in its config what was patched, and comes back patched, tensor for tensor.
+"""Patched checkpoints: the config of a saved model records the patch, and loading restores it exactly.
 
-Mechanisms are submodules and the config is JSON, so most of it works by itself. The rest are wraps of transformers:
-`PreTrainedModel.post_init` puts the mechanisms in place before weights are loaded into them, `from_pretrained` checks
-that every one of their tensors came from the checkpoint, `_initialize_weights` fills the mechanisms of a model that
-was built on the meta device, and `PreTrainedConfig.save_pretrained` adds the file that lets `trust_remote_code=True`
-load the folder where this package is installed but not imported. Where it is not installed, transformers refuses the
-checkpoint by the name of its attention implementation.
+Mechanisms are submodules and the config is JSON, so transformers saves and loads most of it. The rest is done by
+wrapping methods of transformers: `PreTrainedModel.post_init` creates the mechanisms before weights are loaded into
+them, `from_pretrained` checks that all their tensors came from the checkpoint, `_initialize_weights` initializes the
+mechanisms of a model built on the meta device, and `PreTrainedConfig.save_pretrained` adds the file with which
+`trust_remote_code=True` loads the folder where this package is installed but not imported. Without this package,
+transformers raises an error that names the attention implementation.
 """
 
 import copy
@@ -33,7 +33,7 @@ _LOADING: ContextVar[bool] = ContextVar("loading", default=False)  # by from_pre
 
 @wraps_method(PreTrainedModel, "_initialize_weights")
 def _fill_mechanisms(original: Any, self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """transformers calls it for every module after `to_empty`, and when it loads a checkpoint, which has it all."""
+    """Initialize mechanisms after `to_empty`. When a checkpoint is loaded, it has all values, so nothing is done."""
     done = getattr(module, "_is_hf_initialized", False) or _LOADING.get()
     ours = isinstance(module, (Mechanism, FeatureMap))
     if ours and not done and [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
@@ -43,7 +43,7 @@ def _fill_mechanisms(original: Any, self: PreTrainedModel, module: nn.Module, *a
 
 @wraps_method(PreTrainedModel, "post_init")
 def _restore(original: Any, model: PreTrainedModel) -> None:
-    """Patch a model as its config says, if it says so. Raises ValueError for a document that makes no sense."""
+    """Patch a model whose config records a patch. Raises ValueError if the record is invalid."""
     original(model)
     remember_model(model)
     spec = getattr(model.config, SPEC, None)
@@ -53,16 +53,16 @@ def _restore(original: Any, model: PreTrainedModel) -> None:
     try:
         sites = find_attention(model)
     except ValueError:
-        return  # a part of the model without attention
-    # Parts of a model are made before the whole; each takes the layers it has, and from_pretrained looks at the whole.
+        return  # a nested model without attention
+    # Nested models are created before the outer one. Each patches its own layers; from_pretrained checks the whole.
     here = {site.index for site in sites if not site.refusal and (wanted.cross_attention or not site.cross)}
     by_layer = {number: config for number, config in wanted.by_layer.items() if number in here}
     if not by_layer:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what stays softmax was said when the model was patched
+        warnings.simplefilter("ignore")  # the user has seen these warnings when patching the model
         apply_patch(model, sites, replace(wanted, by_layer=by_layer), record=False)
-    model.config.attn_implementation = NAME  # the key may have been lost on its way
+    model.config.attn_implementation = NAME  # the saved config may lack this key
 
 
 @wraps_method(PreTrainedConfig, "save_pretrained")
@@ -74,20 +74,20 @@ def _save_config(original: Any, self: PreTrainedConfig, save_directory: Any, *ar
 
 
 def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config as it is saved: what must be known where it is loaded, and nothing that is known here alone.
+    """Return the config to save, without settings that are valid in this process only.
 
-    Its `auto_map` names our file while the model is patched. One entry serves every Auto class, since all of them read
-    the config first; models that bring code of their own keep theirs.
+    Its `auto_map` names our file if the model is patched. One entry is enough for all Auto classes, since they all read
+    the config first. Models with their own remote code keep their own entries.
     """
     patched = _is_patched(config)
     auto_map = getattr(config, "auto_map", None) or {}
-    ours = _LOADER in str(auto_map.get("AutoConfig"))  # loaded from the Hub, it has a repository's name in front
+    ours = _LOADER in str(auto_map.get("AutoConfig"))  # prefixed with the repository if loaded from the Hub
     if not patched and not ours:
         return config
     config = copy.deepcopy(config)
     for part in nested_configs(config):
         spec = getattr(part, SPEC, None)
-        if isinstance(spec, dict) and spec.get("softmax") not in SOFTMAX_NAMES:  # a kernel, or of this process alone
+        if isinstance(spec, dict) and spec.get("softmax") not in SOFTMAX_NAMES:  # a custom or Hub kernel
             setattr(part, SPEC, {**spec, "softmax": "sdpa"})
     if type(config).__module__.startswith("transformers."):
         config.auto_map = {n: c for n, c in auto_map.items() if not n.startswith(("AutoConfig", "AutoModel"))}
@@ -101,7 +101,7 @@ def _portable(config: PreTrainedConfig) -> PreTrainedConfig:
 @wraps_method(PreTrainedModel, "from_pretrained")
 def _load_checked(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
     wants_info = kwargs.pop("output_loading_info", False)
-    # Auto classes put what the caller asked for into the config; a key that was lost leaves None there.
+    # Auto classes write the caller's attn_implementation into the config, where it is None if nobody set it.
     explicit = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
     token = _LOADING.set(True)
     try:
@@ -114,7 +114,7 @@ def _load_checked(original: Any, cls: type, *args: Any, **kwargs: Any) -> Any:
         if explicit not in (None, NAME):
             warnings.warn(
                 f"{model.name_or_path} was patched by hf_rfattn; attn_implementation={explicit!r} makes it softmax "
-                f"again. Leave it out, or call model.set_attn_implementation({NAME!r}).",
+                f"again. To use the patch, omit it or call model.set_attn_implementation({NAME!r}).",
                 stacklevel=3,
             )
     return (model, info) if wants_info else model
@@ -125,24 +125,24 @@ def _is_patched(config: PreTrainedConfig) -> bool:
 
 
 def _check_tensors(path: str, info: dict[str, Any]) -> None:
-    """Every tensor of the mechanisms must come from the checkpoint."""
+    """Raise unless all tensors of the mechanisms came from the checkpoint."""
     problems = {
         "lacks": info["missing_keys"],
-        "has, but its config does not account for,": info["unexpected_keys"],
-        "has the wrong shape of": [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]],
+        "contains, unknown to its config,": info["unexpected_keys"],
+        "has the wrong shape for": [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]],
     }
     for what, keys in problems.items():
         names = sorted(key for key in keys if ".rf." in key)
         if names:
             raise ValueError(
-                f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. "
-                f"Nothing is drawn anew on loading. {DAMAGED}"
+                f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. Loading never "
+                f"initializes mechanisms. {DAMAGED}"
             )
 
 
 def _finish_loading(model: PreTrainedModel, activate: bool) -> None:
-    """Check that the layers of the config are there, and use the mechanisms even if the key `attn_implementation` was
-    lost from the config on its way.
+    """Check that the model has all layers that its config patches. `activate`: use the mechanisms even if the config
+    lacks the key `attn_implementation`.
     """
     here = {site.index for site in find_attention(model)}
     for config in {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values():

@@ -1,7 +1,6 @@
-"""What attention modules cost by length, in multiply-adds and in bytes, beside the softmax they replace.
+"""Cost of attention modules by sequence length, in multiply-adds and bytes, compared with softmax.
 
-These are counts, not measurements: they say from which length on a mechanism has less to do, not from which length it
-is faster.
+These are counts, not measurements: fewer operations do not always mean less time.
 """
 
 import bisect
@@ -17,7 +16,7 @@ _LONGEST = 2**40
 
 
 class AttentionCost(NamedTuple):
-    """Cost of one attention module on one sequence; memory is what generation keeps of it, in bytes."""
+    """Cost of one attention module on one sequence; memory is the size of its generation cache in bytes."""
 
     multiply_adds: int
     softmax_multiply_adds: int
@@ -28,12 +27,12 @@ class AttentionCost(NamedTuple):
 def attention_cost(
     mechanism: Mechanism, length: int, *, causal: bool, dtype: torch.dtype = torch.float32
 ) -> AttentionCost:
-    """Cost of a mechanism, all its heads, on one sequence of a model in `dtype`.
+    """Return the cost of a mechanism (all heads) on one sequence, for a model in `dtype`.
 
     >>> from hf_rfattn import build_mechanism
     >>> llama_like = build_mechanism("favor+", num_heads=32, num_kv_heads=8, head_dim=128)
     >>> cost = attention_cost(llama_like, 8192, causal=True, dtype=torch.bfloat16)
-    >>> cost.softmax_memory, cost.memory  # bytes a layer: keys and values of 8192 tokens, or one state
+    >>> cost.softmax_memory, cost.memory  # bytes per layer: keys and values of 8192 tokens, or one state
     (33554432, 532480)
     """
     heads, kv_heads, head_dim = mechanism.num_heads, mechanism.num_kv_heads, mechanism.head_dim
@@ -50,7 +49,7 @@ def attention_cost(
 
 
 def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:
-    """The length from which (mechanism, causal) modules together need fewer multiply-adds than softmax; None if never.
+    """Break-even length from which (mechanism, causal) modules need fewer multiply-adds than softmax; None if never.
 
     >>> from hf_rfattn import build_mechanism
     >>> crossover_length([(build_mechanism("band", num_heads=2, head_dim=8, bandwidth=16, global_tokens=0), False)])
@@ -67,6 +66,6 @@ def crossover_length(modules: Iterable[tuple[Mechanism, bool]]) -> int | None:
 
 
 def is_causal(site: AttentionSite) -> bool:
-    """Whether a module sees the past alone, as far as its attributes tell; when a model runs, its masks decide."""
+    """Whether a module is causal according to its attributes. In a forward pass, the masks decide."""
     flags = (getattr(site.module, name, False) for name in ("is_causal", "is_decoder"))
     return not site.cross and any(flag is True for flag in flags)

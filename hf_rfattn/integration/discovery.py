@@ -1,4 +1,4 @@
-"""Finding a model's attention modules, and why some of them cannot be expressed by feature maps."""
+"""Finds the attention modules of a model, and the reasons why some of them cannot be patched."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 _CROSS = re.compile(r"cross|encoder_attn|encoder_decoder|EncDec|x_attn|token_to_image|image_to_token")
 _CROSS_CLASS = re.compile(r"Cross|Perceiver|Resampler")
 
-# What the source of an attention class tells: these change the scores in ways that φ(x)ᵀφ(y) cannot express.
+# Patterns in the source of an attention class for changes of the scores that φ(x)ᵀφ(y) cannot express.
 _SOURCE_REFUSALS = (
     (re.compile(r"relative|rel_pos|position_bias"), "it adds a relative position bias to its scores"),
     (re.compile(r"\bs_aux\b|\bsinks\b"), "it has attention sinks, a score that belongs to no key"),
@@ -28,15 +28,14 @@ _SOURCE_REFUSALS = (
     ),
 )
 
-# The mask that the attention function gets in a patched model is no matrix of pairs (see masks.py). Modules beside the
-# attention that read it themselves would read it wrongly, without an error; models that make masks of pairs by
-# themselves make such as cannot be expressed.
+# The attention mask of a patched model is not an L × L matrix (see attention.py). Other modules that read it would
+# misread it without an error, and models that build their own L × L masks build some that cannot be expressed.
 _READS_MASK = re.compile(r"(scores|weights) \+ attention_mask|attn_mask_penalty")
 _MAKES_MASK = re.compile(
     r"\b(generate_block_attention_mask|_prepare_aspect_ratio_attention_mask|_make_causal_mask|attn_mask_probs)\b|"
     r"self\._prepare_4d_attention_mask"
 )
-# Models that let the tokens of an image, a prefix or all tokens see each other by an overlay of the causal mask.
+# Models that overlay the causal mask so that the tokens of an image, of a prefix, or all tokens see each other.
 _OVERLAYS_MASK = re.compile(r"block_sequence_ids|or_mask_function")
 
 
@@ -47,8 +46,8 @@ class AttentionSite:
     name: str  # path in the model
     module: nn.Module
     owner: PreTrainedModel  # the innermost model it belongs to
-    index: int  # number of its layer, counted within its stack
-    ordinal: int  # number among the attention modules of all models with its owner's config
+    index: int  # layer number within its stack
+    ordinal: int  # number among the attention modules of all models that share its owner's config
     cross: bool
     num_heads: int
     num_kv_heads: int
@@ -57,7 +56,7 @@ class AttentionSite:
 
 
 def find_attention(model: nn.Module) -> list[AttentionSite]:
-    """All modules of `model` that go through transformers' attention interface, in order.
+    """Return all modules of `model` that use transformers' attention interface, in order.
 
     Raises ValueError for a model that has none.
     """
@@ -67,10 +66,10 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
         name = type(next(iter(owners.values()))).__name__
         raise ValueError(
             f"{name} cannot be patched: its attention does not go through transformers' attention interface "
-            "(deberta, bloom, gptj, falcon and some others compute it by themselves)."
+            "(deberta, bloom, gptj, falcon and some others have their own attention code)."
         )
     reasons = _model_refusals(model, owners)
-    counts: Counter[int] = Counter()  # by config: a tower is restored alone, without those beside it
+    counts: Counter[int] = Counter()  # by config, since each tower of a model is restored on its own
     sites = []
     for name, module in found:
         owner = owner_of(name, owners)
@@ -80,7 +79,10 @@ def find_attention(model: nn.Module) -> list[AttentionSite]:
 
 
 def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """All transformers models in a model, by name, outer ones first; ValueError for what is none and holds none."""
+    """Return all transformers models in a model, itself included, by path, outer ones first.
+
+    Raises ValueError if there are none.
+    """
     if isinstance(model, str | os.PathLike):
         raise ValueError(
             f"{str(model)!r} is a name, not a model. Load it first: AutoModel.from_pretrained({str(model)!r})."
@@ -93,23 +95,23 @@ def transformers_models(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a model that are no part of another."""
+    """Return the transformers models in a model that are not nested in another one."""
     found = transformers_models(model).values()
     inside = {id(part) for m in found for part in m.modules() if part is not m}
     return [m for m in found if id(m) not in inside]
 
 
 def owner_of(name: str, owners: dict[str, PreTrainedModel]) -> PreTrainedModel:
-    """The innermost transformers model that a module belongs to, by its path."""
+    """Return the innermost transformers model that contains the module with this path."""
     while name and name not in owners:
         name = name.rpartition(".")[0]
     return owners[name] if name in owners else next(iter(owners.values()))
 
 
 def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dict[int, str]:
-    """Why no attention of a (nested) model can be patched: what stands beside its attention modules.
+    """Reasons, outside of the attention modules, why no attention of a (nested) model can be patched.
 
-    By the id of the config, which an encoder shares with its decoder: it decides what kind of mask both are given.
+    Keyed by the id of the config, which decides the kind of mask and which an encoder shares with its decoder.
     """
     reasons: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -117,13 +119,13 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
         owner = owner_of(name, owners)
         config = owner.config
         if module is owner and _MAKES_MASK.search(source):
-            reason = f"its model makes an attention mask of pairs of its own ({cls.__name__})"
+            reason = f"its model builds its own L × L attention mask ({cls.__name__})"
         elif module is owner and _overlays_mask(owner.config.get_text_config(), source):
             config = owner.config.get_text_config()
-            reason = f"its model lets some tokens see those after them, by a mask of pairs ({cls.__name__})"
+            reason = f"its model lets some tokens see later ones, with an L × L mask ({cls.__name__})"
         elif module is not owner and not uses_interface(cls) and _READS_MASK.search(source):
-            reason = f"another module of its model reads the attention mask by itself ({cls.__name__})"
-        elif cls.__name__.endswith("RelativePositionBias"):  # beit, where a config asks for it
+            reason = f"another module of its model reads the attention mask ({cls.__name__})"
+        elif cls.__name__.endswith("RelativePositionBias"):  # beit, if enabled in the config
             reason = "it adds a relative position bias to its scores"
         else:
             continue
@@ -132,7 +134,7 @@ def _model_refusals(model: nn.Module, owners: dict[str, PreTrainedModel]) -> dic
 
 
 def _overlays_mask(config: Any, source: str) -> bool:
-    """Whether a model with this source adds an overlay to causal masks, as far as its text config asks for it."""
+    """Whether a model with this source and text config overlays its causal mask."""
     found = _OVERLAYS_MASK.search(source)
     if found is None:
         return False
@@ -144,13 +146,13 @@ def _overlays_mask(config: Any, source: str) -> bool:
 
 def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, refusal: str | None) -> AttentionSite:
     parts = name.split(".")
-    # Not the last part: where a layer has two attention modules (longcat_flash) their number is no layer's.
+    # Without the last part, which numbers the two attention modules of a layer in longcat_flash.
     numbers = [int(part) for part in parts[:-1] if part.isdigit()]
     heads, kv_heads, head_dim = _shape(module)
     refusal = _refusal(module) or refusal
     if refusal is None and not (heads and kv_heads and head_dim):
-        refusal = "its numbers of heads and head size could not be found"
-    # Keys are not those of the queries' positions, by name or because they are fewer (segformer).
+        refusal = "its number of heads and head size could not be found"
+    # Cross-attention by name, or because there are fewer keys than queries (segformer).
     named = any(_CROSS.search(part) for part in parts[-2:]) or _CROSS_CLASS.search(type(module).__name__)
     cross = bool(named) or getattr(module, "sequence_reduction_ratio", 1) > 1
     index = numbers[-1] if numbers else 0
@@ -158,7 +160,7 @@ def _site(name: str, module: nn.Module, owner: PreTrainedModel, ordinal: int, re
 
 
 def nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A config and all those inside it."""
+    """Yield a config and all configs nested in it."""
     yield config
     for name in config.sub_configs:
         inner = getattr(config, name, None)
@@ -172,7 +174,7 @@ def uses_interface(cls: type) -> bool:
 
 
 def _source(cls: type) -> str:
-    """Source of the class that defines the forward of `cls`, if it is a transformers module."""
+    """Source of the class that defines the forward of `cls`; empty for modules of torch."""
     base = next((base for base in cls.__mro__ if "forward" in vars(base)), None)
     if base is None or base.__module__.startswith("torch."):
         return ""
@@ -181,7 +183,7 @@ def _source(cls: type) -> str:
 
 @functools.cache
 def _class_sources(module: str) -> dict[str, str]:
-    """Source of every class of a module, by name. `inspect.getsource` would parse the whole file for each of them."""
+    """Source of every class of a module, by name. `inspect.getsource` would parse the file once per class."""
     try:
         source = inspect.getsource(sys.modules[module])
         tree = ast.parse(source)
@@ -197,9 +199,7 @@ def _class_sources(module: str) -> dict[str, str]:
 
 
 def _layer_config(module: nn.Module) -> Any:
-    """The config of one layer; where layers differ (gemma4) transformers raises when the whole config is asked for
-    their sizes.
-    """
+    """The config of one layer. If layers differ (gemma4), reading their sizes from the whole config raises."""
     config, index = module.config, getattr(module, "layer_idx", None)
     if getattr(config, "is_heterogeneous", False) and isinstance(index, int):
         return config.per_layer_config[index]  # type: ignore[union-attr, index]
@@ -207,7 +207,7 @@ def _layer_config(module: nn.Module) -> Any:
 
 
 def _shape(module: nn.Module) -> tuple[int, int, int]:
-    """(query heads, key heads, head size), from the attributes models give their attention modules; 0 if unknown."""
+    """(query heads, key heads, head size) from the attributes of an attention module or its config; 0 if unknown."""
 
     def first(*names: str) -> int:
         for holder in (module, _layer_config(module)):
@@ -236,12 +236,12 @@ def _refusal(module: nn.Module) -> str | None:
         return "it caps its scores (softcap)"
     window = _window(module, source)
     if window is not None:
-        return f"it sees a window of {window} tokens only, which is linear already"
+        return f"it sees a window of {window} tokens only, so its cost is already linear"
     return None
 
 
 def _window(module: nn.Module, source: str) -> int | str | None:
-    """The sliding window of a layer, None if it sees everything."""
+    """The sliding window of a layer, or None if it has none."""
     config = _layer_config(module)
     layer_types = getattr(config, "layer_types", None)
     layer_idx = getattr(module, "layer_idx", None)

@@ -1,7 +1,7 @@
-"""How far a patched attention is from the softmax it replaces, measured on the user's own batch; and calibration on it.
+"""`attention_error` measures patched attention against softmax on the user's data; `calibrate` fits FAVOR++ to it.
 
-Both let the batch through the model with softmax outputs put in place of the mechanism's, so that every layer is
-judged on the q, k, v of the original model and not on the errors of the layers below.
+Both run the model with softmax outputs in place of the mechanisms' outputs. Every layer thus sees the q, k and v of the
+original model, without the errors of the layers below.
 """
 
 import inspect
@@ -21,17 +21,18 @@ from .discovery import find_attention, outermost_models
 from .inputs import Data, as_batches
 from .text_table import text_table
 
-EXPLANATION = "error: relative to softmax, on its own q, k, v; average: the error of averaging all values."
+EXPLANATION = "error: relative error of attention outputs against softmax; average: the error of averaging all values."
 
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Relative errors ‖ô - o‖ / ‖o‖ of attention outputs over valid positions, by layer and head.
+    """Relative errors ‖ô - o‖ / ‖o‖ of attention outputs, over all positions that are not padding.
 
-    `layers`: names of modules. `mechanisms`: of each layer. `heads`: an error for each head of each layer. `overall`:
-    all heads of a layer together. `average`: the same for plain averaging of the values.
+    `layers`: names of the attention modules. `mechanisms`: name of the mechanism of each layer. `heads`: error of each
+    head of each layer. `overall`: error of each layer, over all heads. `average`: error of each layer if the attention
+    were a plain average of the values.
 
-    Prints as a table, and becomes a dict with `to_dict()`.
+    Prints as a table; `to_dict()` converts it to a dict.
     """
 
     layers: list[str]
@@ -41,7 +42,7 @@ class AttentionError:
     average: list[float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and strings."""
+        """Return a dict of plain lists and strings."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -54,10 +55,10 @@ class AttentionError:
 
 @contextmanager
 def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: bool = False):
-    """While open, every patched layer gives softmax outputs, and `observe(mechanism, qkv, masks, softmax, output)`
-    sees both.
+    """Context in which every patched layer returns softmax outputs. `observe(mechanism, qkv, masks, softmax, output)`
+    is called with both outputs.
 
-    With `gradients`, to be used under `torch.no_grad()`, the mechanisms alone are seen by autograd.
+    With `gradients`, for use under `torch.no_grad()`, autograd records the mechanisms and nothing else.
     """
 
     def begin(mechanism: Mechanism, args: tuple) -> None:
@@ -84,16 +85,17 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: 
 def run_with_softmax(
     model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None], gradients: bool = False
 ) -> None:
-    """Let a batch through the model as `softmax_in_place` has it."""
+    """Run the model on a batch inside `softmax_in_place`."""
     with torch.no_grad(), softmax_in_place(model, observe, gradients):
         run_batch(model, batch)
 
 
 def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Let a batch through the model, without dropout, and without a head where no patched layer is in it."""
+    """Run the model on a batch in eval mode, without its head if the head has no patched layers."""
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f"batch must be the model's keyword arguments, as a tokenizer returns them, not {type(batch).__name__}."
+            f"A batch must be a dict of the model's keyword arguments, as a tokenizer returns it, not "
+            f"{type(batch).__name__}."
         )
     training = {m: m.training for m in model.modules()}
     device = next(model.parameters()).device
@@ -102,8 +104,8 @@ def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
     try:
         for body in _bodies(model, inputs):
             known = inspect.signature(body.forward).parameters
-            given = {k: v for k, v in inputs.items() if body is model or k in known}  # no labels without a head
-            if "use_cache" in known:  # a decoder would go through its state, not through the call that is observed
+            given = {k: v for k, v in inputs.items() if body is model or k in known}  # drops labels
+            if "use_cache" in known:  # with a cache, decoders call the mechanism with a state
                 given["use_cache"] = False
             body(**given)
     finally:
@@ -112,8 +114,8 @@ def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
-    """What the batch goes through: the model, or the patched transformers models in one that takes no keywords, as a
-    SentenceTransformer, which takes one dict. Without a head, where it holds no mechanism: over a large vocabulary it
+    """The modules to run: the model, or the patched transformers models inside one that does not take the batch as
+    keywords (a SentenceTransformer takes one dict). Heads without mechanisms are left out: over a large vocabulary they
     may cost more than all layers.
     """
     roots = [model]
@@ -132,7 +134,7 @@ def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:
 
 
 def valid_queries(exact: Tensor, masks: Mapping[str, Any]) -> Tensor:
-    """`[B, Lq]`, True for positions of attention outputs `[B, H, Lq, D]` that are not padding."""
+    """`[B, Lq]`, True for the positions of attention outputs `[B, H, Lq, D]` that are not padding."""
     mask = masks.get("key_mask")
     if mask is not None and mask.shape[1] == exact.shape[2]:
         return mask.bool()
@@ -145,19 +147,19 @@ def energy(x: Tensor, valid: Tensor, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def relative_error(error: Tensor, total: Tensor) -> Tensor:
-    """Root of an energy over another one, that of the error over that of what is exact."""
+    """Square root of the ratio of two energies: that of the error and that of the exact output."""
     return (error / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
 
 
 def outer_mechanisms(module: nn.Module) -> list[Mechanism]:
-    """All mechanisms in a module but those that are parts of another."""
+    """All mechanisms in a module that are not nested in another mechanism."""
     found = [m for m in module.modules() if isinstance(m, Mechanism)]
     parts = {id(part) for m in found for part in m.modules() if part is not m}
     return [m for m in found if id(m) not in parts]
 
 
 def mechanism_sites(model: nn.Module) -> dict[Mechanism, str]:
-    """Every mechanism of a patched model with the name of the attention module it stands in; ValueError if none."""
+    """Map each mechanism of a patched model to the name of its attention module. Raises ValueError if it has none."""
     found = {m: site.name for site in find_attention(model) for m in outer_mechanisms(site.module)}
     if not found:
         raise ValueError("This model is not patched; call patch_model(model, ...) first.")
@@ -167,8 +169,8 @@ def mechanism_sites(model: nn.Module) -> dict[Mechanism, str]:
 def sum_errors(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], outputs: Callable[..., Iterable[Tensor]]
 ) -> dict[str, Tensor]:
-    """Energies `[n + 1, H]`, by attention module, over all batches: of the errors of the n outputs that
-    `outputs(name, qkv, masks, output)` gives for each, and of the softmax output.
+    """Sum energies over all batches, `[n + 1, H]` per attention module: of the errors of the n outputs that
+    `outputs(name, qkv, masks, output)` yields, and of the softmax output.
     """
     names = mechanism_sites(model)
     sums: dict[str, Tensor] = {}
@@ -191,24 +193,27 @@ def attention_error(
     batch_size: int = 16,
     max_length: int = 512,
 ) -> AttentionError:
-    """Error of each patched layer and head against the softmax it replaces.
+    """Measure the error of each patched layer and head against the softmax attention it replaces.
 
-    `batch`: what a tokenizer returns, once or several times, which are then measured together; or texts, one or
-    several, with their `tokenizer` (and `batch_size`, `max_length`).
+    `batch`: a batch as a tokenizer returns it, an iterable of such batches, or one or several texts. Texts need a
+    `tokenizer`, which encodes `batch_size` of them at a time, truncated to `max_length` tokens.
 
-    Beside it stands the error of "average", plain averaging of all visible values: a mechanism above that line does
-    worse than no attention.
+    The result also has the error of a plain average of all visible values. A mechanism with a larger error is worse
+    than no attention at all.
     """
 
     def outputs(name: str, args: tuple, masks: dict[str, Any], output: Tensor) -> Iterator[Tensor]:
         query, key, value = args
         yield output
-        yield softmax_attention(torch.zeros_like(query), key, value, **masks)  # the average of all visible values
+        yield softmax_attention(torch.zeros_like(query), key, value, **masks)  # average of all visible values
 
     kinds = {name: mechanism.config.name for mechanism, name in mechanism_sites(model).items()}
     sums = sum_errors(model, as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length), outputs)
     if not sums:
-        raise ValueError("The batch reached no patched layer; is model.set_attn_implementation('hf_rfattn') in force?")
+        raise ValueError(
+            "The batch reached no patched layer. Is it empty, or is the attention implementation not 'hf_rfattn'? See "
+            "model.set_attn_implementation."
+        )
     return AttentionError(
         layers=list(sums),
         mechanisms=[kinds[name] for name in sums],
@@ -219,18 +224,18 @@ def attention_error(
 
 
 def optimal_maps(module: nn.Module) -> list[PositiveFeatures]:
-    """The feature maps that `calibrate` is for."""
+    """The feature maps that `calibrate` applies to."""
     return [m for m in module.modules() if isinstance(m, PositiveFeatures) and m.optimal]
 
 
 def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
-    """Measure, on one batch, the statistic of queries and keys that `variance="optimal"` needs; returns the model.
+    """Fit FAVOR++ (`variance="optimal"`) to the queries and keys of a batch, in place, and return the model.
 
-    It is stored with the weights, so a calibrated model stays calibrated when saved. Features are unbiased before and
-    after.
+    The measured statistic is saved with the weights. The features are unbiased with or without calibration, which
+    reduces their variance on similar data.
     """
     if not optimal_maps(model):
-        raise ValueError("Nothing to calibrate: no layer was patched with variance='optimal'.")
+        raise ValueError("Nothing to calibrate: no layer is patched with variance='optimal'.")
 
     def observe(mechanism: Mechanism, args: tuple, kwargs: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         query, key, _ = args

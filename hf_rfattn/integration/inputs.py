@@ -1,4 +1,4 @@
-"""What a user has to run a model on, as batches: texts with their tokenizer, batches, or one batch."""
+"""Converts user data to batches: texts with a tokenizer, an iterable of batches, or one batch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,8 +12,8 @@ Data: TypeAlias = Batch | Iterable[Batch] | str | Sequence[str]
 def as_batches(
     data: Data, tokenizer: PreTrainedTokenizerBase | None = None, *, batch_size: int = 16, max_length: int = 512
 ) -> Iterable[Batch]:
-    """Batches to go through: texts are encoded, `batch_size` at a time; one batch becomes a list of one; an iterable of
-    batches is returned as it is.
+    """Convert data to batches. Texts are encoded `batch_size` at a time, one batch becomes a list of one, and an
+    iterable of batches is returned unchanged.
 
     >>> as_batches({"input_ids": [[1, 2]]})
     [{'input_ids': [[1, 2]]}]
@@ -26,19 +26,19 @@ def as_batches(
 
 
 def texts_in(data: Data, tokenizer: PreTrainedTokenizerBase | None) -> list[str] | None:
-    """The texts, one or several, which need a tokenizer; None for batches."""
+    """Return a list of texts if the data are texts, which need a tokenizer, or None if they are batches."""
     first = data[0] if isinstance(data, Sequence) and len(data) else None
     if isinstance(first, str):
         if tokenizer is None:
-            raise ValueError("These are texts: give their tokenizer too, as tokenizer=...")
+            raise ValueError("The data are texts: give their tokenizer too, as tokenizer=...")
         return [data] if isinstance(data, str) else list(data)  # type: ignore[arg-type]
     if isinstance(data, str) or not isinstance(data, Iterable):
         given = "an empty text" if isinstance(data, str) else type(data).__name__
-        raise ValueError(f"Give texts with their tokenizer, batches as a tokenizer returns them, or one; not {given}.")
+        raise ValueError(f"Give texts with their tokenizer, or batches as a tokenizer returns them, not {given}.")
     return None
 
 
 def encode(texts: list[str], tokenizer: Any, max_length: int) -> Batch:
-    """Texts as one batch, cut at `max_length` tokens or at what the tokenizer allows, and padded."""
+    """Encode texts as one padded batch, truncated to `max_length` tokens or the tokenizer's limit."""
     length = min(max_length, tokenizer.model_max_length)
     return tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")

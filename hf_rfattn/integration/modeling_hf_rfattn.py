@@ -1,6 +1,6 @@
-"""Lets transformers load this checkpoint with `trust_remote_code=True`. The code itself is in the package hf-rfattn.
+"""Lets transformers load this checkpoint with `trust_remote_code=True`. The code is in the package hf-rfattn.
 
-Where `import hf_rfattn` runs before `from_pretrained`, this file is not used.
+This file is not needed if `import hf_rfattn` runs before `from_pretrained`.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ import hf_rfattn  # noqa: F401  # restores the attention that config.json descri
 
 
 class PatchedConfig:
-    """What `auto_map` in config.json names: the class that transformers itself has for this config."""
+    """Named by `auto_map` in config.json; loads the config with transformers' own class."""
 
     @staticmethod
     def register_for_auto_class() -> None:
-        """Called by transformers for classes that are saved with their code; this one is not."""
+        """transformers calls this for classes that it saves with their code, which this one does not need."""
 
     @staticmethod
     def from_pretrained(folder: str, **kwargs: Any) -> Any:

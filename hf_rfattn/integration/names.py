@@ -1,7 +1,7 @@
-"""The names under which this package is known to transformers."""
+"""Names that this package uses in transformers."""
 
-NAME = "hf_rfattn"  # of the attention implementation
-SPEC = "rfattn"  # the config attribute that says what was patched
-CACHE = "rf_cache"  # the keyword that carries a cache layer to the attention function
-PART = "rf_part"  # the keyword that carries a part of a sequence to it
-CODE = "modeling_hf_rfattn.py"  # the file beside a saved config that loads it with trust_remote_code=True
+NAME = "hf_rfattn"  # attention implementation
+SPEC = "rfattn"  # config attribute that records the patch
+CACHE = "rf_cache"  # keyword that passes a cache layer to the attention function
+PART = "rf_part"  # keyword that passes the part of a sharded sequence to it
+CODE = "modeling_hf_rfattn.py"  # file saved with a config, for trust_remote_code=True

@@ -1,4 +1,4 @@
-"""`patch_model` and `unpatch_model`: put mechanisms beside a model's attention weights, and take them away again."""
+"""`patch_model` and `unpatch_model`: add mechanisms to the attention modules of a model, and remove them."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ from .names import NAME, SPEC
 from .redraw import RedrawSchedule
 from .spec import SOFTMAX, PatchSpec, by_layer, format_layers, parse_layers
 
-UNTRAINED = "Without training"  # how the warning begins: code that trains afterwards filters it by this
+UNTRAINED = "Without training"  # start of the warning, by which code that trains afterwards filters it
 _PATCHES = itertools.count()
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,15 +39,15 @@ def patch_model(
 ) -> M:
     """Replace the softmax attention of a pretrained model, in place, and return the model.
 
-    `model`: a transformers model, or any module that holds some, such as a `SentenceTransformer`.
+    `model`: a transformers model, or any module that contains some, such as a `SentenceTransformer`.
     `attention`: a name (see `mechanism_names()`), a config such as `FmmConfig(bandwidth=64)`, or a mapping from layers
-    (`3`, `"0-5"`, `range(6, 12)`) to either, where "softmax" leaves a layer alone; `choose_attention` makes such a
-    mapping from errors on your data. `layers`: which layers to patch (all by default); the others keep exact softmax.
-    `cross_attention`: also patch attention from a decoder to an encoder. `seed`: of all random draws.
+    (`3`, `"0-5"`, `range(6, 12)`) to names or configs, where "softmax" leaves a layer unchanged. `choose_attention`
+    computes such a mapping from errors on your data. `layers`: layers to patch, all by default; the others keep exact
+    softmax. `cross_attention`: also patch the attention from a decoder to an encoder. `seed`: random seed.
+    `options`: options of the mechanism.
 
-    Further keywords are options of the mechanism. Patching again replaces what was there. Any error leaves the model as
-    it was. Pretrained weights and a mechanism that must be trained first give a warning, unless the model is in
-    training mode.
+    Patching a patched model replaces the old patch. If an error is raised, the model is unchanged. Warns if a mechanism
+    that needs training is used in a pretrained model, unless the model is in training mode.
 
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -58,17 +58,17 @@ def patch_model(
     sites = find_attention(model)
     if any(getattr(site.module.config, "output_attentions", False) for site in sites):
         raise ValueError(
-            "config.output_attentions is True, but patched layers have no matrix of weights to return; set it to False."
+            "config.output_attentions is True, but patched layers have no attention weights to return; set it to False."
         )
     explicit = layers is not None or isinstance(attention, Mapping)
     spec = PatchSpec(_by_layer(sites, attention, layers, options), cross_attention, seed)
     apply_patch(model, sites, spec, explicit=explicit)
-    if not model.training and any(m.config.name_or_path for m in outermost_models(model)):  # by from_pretrained
+    if not model.training and any(m.config.name_or_path for m in outermost_models(model)):  # set by from_pretrained
         untrained = {config.name for config in spec.by_layer.values() if mechanism_class(config).needs_training}
         if untrained:
             warnings.warn(
                 f"{UNTRAINED}, {' and '.join(sorted(untrained))} attention in a pretrained model is no better than "
-                "averaging all values: teach it with hf_rfattn.convert, fine-tune the model, or use 'multipole'.",
+                "averaging all values: train it with hf_rfattn.convert, fine-tune the model, or use 'multipole'.",
                 stacklevel=2,
             )
     return model
@@ -77,25 +77,25 @@ def patch_model(
 def apply_patch(
     model: nn.Module, sites: list[AttentionSite], spec: PatchSpec, *, explicit: bool = False, record: bool = True
 ) -> None:
-    """Patch the layers of a spec, and with `record` write it into the configs of the model.
+    """Patch the layers of a spec. `record`: write the spec into the configs of the model.
 
-    `explicit`: the layers were asked for by number, so each must have a module that can be patched.
+    `explicit`: the user named the layers, so each of them must have a module that can be patched.
     """
     plan = _plan(sites, spec, explicit)
     _check_not_sharded(model)
-    # Everything that can fail is behind us or in this line; the model is changed only below it.
+    # Nothing after this line can fail, so the model is unchanged if an error is raised.
     mechanisms = [build_at(site, config, spec.seed) for site, config in plan]
     patched = [site for site, _ in plan]
     configs = _configs(patched)
 
     _remove_mechanisms(model)
     for site, mechanism in zip(patched, mechanisms, strict=True):
-        mechanism.patch_number = next(_PATCHES)  # type: ignore[assignment]  # by which caches know it
+        mechanism.patch_number = next(_PATCHES)  # type: ignore[assignment]  # lets caches recognise it
         site.module.rf = mechanism
     for site in sites:
         if any(site.module.config is config for config in configs):
             if "rf" not in site.module._modules:
-                site.module.rf = None  # type: ignore[assignment]  # softmax, and known to be meant so
+                site.module.rf = None  # type: ignore[assignment]  # softmax on purpose
             if not site.cross:
                 site.module.register_forward_pre_hook(hand_on_cache, with_kwargs=True)
     modules = {id(site.module) for site in patched}
@@ -112,12 +112,15 @@ def apply_patch(
         _forget(model)
         for config in _configs(patched):
             setattr(config, SPEC, {**spec.to_dict(), "softmax": config._attn_implementation or "sdpa"})
-            config._attn_implementation = {"": NAME}  # of this config alone, not of those nested in it
+            config._attn_implementation = {"": NAME}  # for this config only, not for nested ones
             config.attn_implementation = NAME
 
 
 def unpatch_model(model: M) -> M:
-    """Softmax again, outputs and `state_dict` bit for bit what they were; an unpatched model is left alone."""
+    """Restore softmax attention, in place, and return the model.
+
+    Outputs and `state_dict` are then bit for bit those of the original model. An unpatched model is left unchanged.
+    """
     _remove_mechanisms(model)
     if any(getattr(config, SPEC, None) is not None for config in _all_configs(model)):
         own_configs(model)
@@ -138,7 +141,7 @@ def _remove_mechanisms(model: nn.Module) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Remove from the configs of a model what was patched."""
+    """Remove the record of a patch from the configs of a model."""
     for config in _all_configs(model):
         spec = getattr(config, SPEC, None)
         if spec is not None:
@@ -153,7 +156,7 @@ def _all_configs(model: nn.Module) -> list[Any]:
 
 
 def _check_not_sharded(model: nn.Module) -> None:
-    """Ranks of tensor parallelism have some heads each, but mechanisms and their checkpoints have all of them."""
+    """Raise for tensor parallelism: each rank has some of the heads, but mechanisms and checkpoints have all."""
     for config in _all_configs(model):
         settings = getattr(config, "distributed_config", None)
         size = getattr(settings, "tp_size", 1)
@@ -167,28 +170,29 @@ def _check_not_sharded(model: nn.Module) -> None:
 def _by_layer(
     sites: list[AttentionSite], attention: Attention, layers: Any, options: dict[str, Any]
 ) -> dict[int, MechanismConfig]:
-    """Which mechanism each layer number gets; layers that are left out stay softmax."""
+    """Map layer numbers to mechanisms. Layers that are not in the result stay softmax."""
     present = sorted({site.index for site in sites if not site.cross} or {site.index for site in sites})
     if isinstance(attention, Mapping):
         if layers is not None or options:
-            raise ValueError("A mapping already says which layers get what; give layers and options inside it.")
+            raise ValueError("layers and options cannot be combined with a mapping; put them into the mapping.")
         chosen: dict[int, Any] = by_layer(attention)
     else:
         config = resolve_config(attention, **options)
         chosen = dict.fromkeys(present if layers is None else parse_layers(layers), config)
     missing = sorted(set(chosen) - set(present))
     if missing:
-        raise ValueError(f"There is no layer {missing[0]}; this model has layers {format_layers(present)}.")
+        raise ValueError(f"This model has no layer {missing[0]}; its layers are {format_layers(present)}.")
     chosen = {number: config for number, config in sorted(chosen.items()) if config != SOFTMAX}
     if not chosen:
-        raise ValueError("No layer was chosen, all stay softmax; to restore softmax use unpatch_model(model).")
+        raise ValueError("No layer was chosen to be patched. To restore softmax, use unpatch_model(model).")
     return chosen
 
 
 def _plan(sites: list[AttentionSite], spec: PatchSpec, explicit: bool) -> list[tuple[AttentionSite, MechanismConfig]]:
-    """The modules to patch.
+    """Return the modules to patch.
 
-    Those that cannot be expressed stay softmax; a layer that has no others is refused if it was asked for by number.
+    Modules that cannot be patched stay softmax, with a warning. Raises ValueError for a layer that the user named and
+    that has no other modules.
     """
     wanted = [s for s in sites if s.index in spec.by_layer and (spec.cross_attention or not s.cross)]
     plan = [(s, spec.by_layer[s.index]) for s in wanted if not s.refusal]
@@ -205,8 +209,8 @@ def _plan(sites: list[AttentionSite], spec: PatchSpec, explicit: bool) -> list[t
     for site, config in plan:
         if site.cross and not mechanism_class(config).handles_cross_attention:
             raise ValueError(
-                f"{config.name!r} has a band around the diagonal, which means nothing in cross-attention "
-                f"({site.name}); leave cross_attention=False or choose a mechanism without a band."
+                f"{config.name!r} attends to a band around the diagonal, which is undefined in cross-attention "
+                f"({site.name}); set cross_attention=False or choose a mechanism without a band."
             )
     if refused:
         warnings.warn(
@@ -218,7 +222,7 @@ def _plan(sites: list[AttentionSite], spec: PatchSpec, explicit: bool) -> list[t
 
 
 def build_at(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechanism:
-    """A mechanism for one attention module, on its device and in its dtype."""
+    """Build the mechanism of one attention module, on its device and in its dtype."""
     mechanism = build_mechanism(
         config,
         num_heads=site.num_heads,
@@ -227,18 +231,18 @@ def build_at(site: AttentionSite, config: MechanismConfig, seed: int) -> Mechani
         layer_idx=site.ordinal,
         seed=seed,
     )
-    # Where weights are quantised, the rest of the model has the dtype to compute in, and modules may lack parameters.
+    # If weights are quantised, the other parameters have the compute dtype, and a module may have no parameters.
     near = [*site.module.parameters(), *site.owner.parameters()]
     device = next((p.device for p in near), None)
     dtype = next((p.dtype for p in near if p.is_floating_point() and p.dtype.itemsize > 1), torch.get_default_dtype())
     mechanism = mechanism.to(device=device, dtype=dtype).train(site.module.training)
-    for part in mechanism.modules():  # init_weights leaves what is there
+    for part in mechanism.modules():  # so that init_weights does not initialize it again
         part._is_hf_initialized = device != torch.device("meta")  # type: ignore[assignment]
     return mechanism
 
 
 def _configs(sites: Iterable[AttentionSite]) -> list[Any]:
-    """The distinct config objects of some modules and of the models they belong to."""
+    """The distinct config objects of these modules and of the models that own them."""
     configs = [c for site in sites for c in (site.module.config, site.owner.config)]
     return list({id(c): c for c in configs}.values())
 
@@ -247,15 +251,15 @@ _MODELS: weakref.WeakValueDictionary[int, PreTrainedModel] = weakref.WeakValueDi
 
 
 def remember_model(model: PreTrainedModel) -> None:
-    """For `own_configs` to find the models that another one is a part of."""
+    """Register a model, so that `own_configs` finds the models that contain a given one."""
     _MODELS[id(model)] = model
 
 
 def own_configs(model: nn.Module) -> None:
-    """Replace the configs of a model, and of the models it is a part of, with copies.
+    """Replace the configs of a model, and of the models that contain it, with copies.
 
-    Models made from one config object share it, and what is written there for one of them is read by all. The parts of
-    a model share a config too, and go on sharing the copy.
+    Models created from one config object share it, so a patch recorded there would apply to all of them. The parts of a
+    model also share a config, and share the copy afterwards.
     """
     known = [reference() for reference in _MODELS.valuerefs()]
     wholes = [m for m in known if m is not None and any(part is model for part in m.modules())]

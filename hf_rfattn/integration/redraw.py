@@ -1,4 +1,4 @@
-"""New random draws for the projections of a model: on demand, and on a schedule during training."""
+"""Redraws random projections: on demand with `redraw`, or on a schedule during training."""
 
 import weakref
 from typing import Any, TypeVar
@@ -16,31 +16,31 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def redraw(model: M) -> M:
-    """Give every random projection of a model (or of one mechanism) its next draw; returns the model.
+    """Redraw all random projections of a model or mechanism, in place, and return it.
 
-    The draw depends on the seed, the layer and the number of the draw alone, so it is the same on every rank and
-    device. Trained projections are not drawn anew: a model that has no others raises ValueError.
+    The new projections depend only on the seed, the layer and the number of the draw, so they are the same on every
+    rank and device. Trained projections are kept; raises ValueError if the model has no others.
     """
     maps = random_maps(model)
     if not maps and any(isinstance(m, LearnedPositiveFeatures) for m in model.modules()):
-        raise ValueError("The projections of this model are trained (trainable=True); a new draw would undo that.")
+        raise ValueError("The projections of this model are trained (trainable=True); redrawing would undo that.")
     for feature_map in maps:
         feature_map.redraw()
     return model
 
 
 class RedrawSchedule:
-    """Forward pre-hook of a patched model: in training, the first forward pass after an optimizer step counts it, and
-    redraws the maps whose `redraw_interval` has passed. Eval never redraws.
+    """Forward pre-hook of a patched model. In training mode, the first forward pass after an optimizer step redraws the
+    maps whose `redraw_interval` has passed. In eval mode, nothing is redrawn.
 
-    All passes that lead to one step see one draw: those of gradient accumulation, several before one backward pass,
-    and those that gradient checkpointing runs again. Only optimizers derived from torch.optim.Optimizer that hold the
-    model's own parameters are seen; in other loops call `redraw(model)` between steps.
+    All forward passes of one optimizer step use the same draw: with gradient accumulation, with several passes before
+    one backward pass, and with gradient checkpointing. The schedule only sees optimizers derived from
+    torch.optim.Optimizer that hold the model's parameters; in other loops, call `redraw(model)` between steps.
     """
 
     def __init__(self) -> None:
-        self.stepped = True  # the first pass belongs to a new step
-        self.trained: set[int] = set()  # ids of parameters, by which optimizers of this model are known
+        self.stepped = True  # the first pass starts a new step
+        self.trained: set[int] = set()  # ids of trainable parameters, to recognise optimizers of this model
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         if not module.training:
@@ -63,7 +63,7 @@ _SCHEDULES: weakref.WeakValueDictionary[int, RedrawSchedule] = weakref.WeakValue
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Hook of all optimizers of torch. A model that is frozen goes by any of them: what is trained lies around it."""
+    """Hook of all torch optimizers. A frozen model, which is in none of them, counts the steps of each."""
     schedules = _SCHEDULES.valuerefs()
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if schedules else set()
     for reference in schedules:
@@ -77,7 +77,7 @@ register_optimizer_step_post_hook(_note_step)
 
 @wraps_method(AveragedModel, "update_parameters")
 def _update_average(original: Any, self: AveragedModel, model: nn.Module) -> None:
-    """With `use_buffers=True`: random draws, which have no average, are copied from the model."""
+    """Copy random projections from the model, since `use_buffers=True` would average them, which is meaningless."""
     original(self, model)
     for mine, theirs in zip(random_maps(self.module), random_maps(model), strict=False):
         for name, value in theirs.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""`choose_attention`: which mechanism each layer should get, by the errors on a user's data and by their cost."""
+"""`choose_attention`: chooses a mechanism for each layer by its error on the user's data and its cost."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from .text_table import text_table
 
 Limit = Literal["error", "cost"]
 
-# From the least to the most that a mechanism keeps exact. Many heads of pretrained models look at the first token.
+# Ordered by how much of the attention is exact. Bands have a global token, since many heads attend to the first token.
 CANDIDATES: tuple[MechanismConfig, ...] = (
     *(resolve_config(name) for name in ("average", "linear", "favor+", "hedgehog")),
     *(resolve_config("band", bandwidth=width, global_tokens=1) for width in (16, 32, 64, 128)),
@@ -32,9 +32,7 @@ CANDIDATES: tuple[MechanismConfig, ...] = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """An attention for one layer: its config (None for softmax), its relative error, and its multiply-adds over those
-    of softmax.
-    """
+    """A candidate for one layer: its config (None for softmax), relative error, and cost relative to softmax."""
 
     config: MechanismConfig | None
     error: float
@@ -48,11 +46,11 @@ _EXACT = Candidate(None, 0.0, 1.0)
 
 
 class AttentionChoice(dict[int, "MechanismConfig | str"]):
-    """A mapping from layer numbers to configs, or to "softmax", for `patch_model`. Prints as a table with the reasons.
+    """A mapping from layer numbers to configs or "softmax", for `patch_model`. Prints as a table with the reasons.
 
-    `chosen`: by layer; None for layers that cannot be patched. `reasons`: why, by layer. `candidates`: all that was
-    measured, by layer. `length`: the sequence length that cost is counted for. `cost`: multiply-adds of all layers that
-    can be patched, over those of softmax.
+    `chosen`: the chosen candidate of each layer, None if it cannot be patched. `reasons`: why it was chosen.
+    `candidates`: all measured candidates of each layer. `length`: the sequence length for which cost is counted.
+    `cost`: multiply-adds of all layers that can be patched, relative to softmax.
     """
 
     def __init__(
@@ -73,8 +71,8 @@ class AttentionChoice(dict[int, "MechanismConfig | str"]):
         ]
         table = text_table({"layer": ">", "attention": "<", "error": ">", "cost": ">", "reason": "<"}, rows)
         return (
-            f"{table}\nerror: of the attention output, relative to softmax, untrained; cost: multiply-adds over those "
-            f"of softmax at {self.length:,} tokens ({self.cost:.2f} for all layers)."
+            f"{table}\nerror: relative error of the attention output against softmax, without training; cost: "
+            f"multiply-adds relative to softmax at {self.length:,} tokens ({self.cost:.2f} for all layers)."
         )
 
 
@@ -93,16 +91,17 @@ def choose_attention(
     batch_size: int = 16,
     max_length: int = 512,
 ) -> AttentionChoice:
-    """Choose the mechanism of each layer by its error, without training, on data of yours; the model is not changed.
+    """Choose a mechanism for each layer by its error on your data, without training. The model is not changed.
 
     Pass the result to `patch_model(model, choice)`; print it to see the reasons.
 
-    `batches`: what a tokenizer returns, once or several times; or texts with their `tokenizer` (and `batch_size`,
-    `max_length`). `budget` and `limit`: with "error" each layer gets the cheapest candidate whose relative error is at
-    most `budget`, or stays softmax; with "cost" all layers together may use `budget` times the multiply-adds of
-    softmax, and the smallest error that this affords is the limit of every layer. `length`: sequence length that cost
-    is counted for, by default the longest in the batches. `candidates`: names or configs to choose from. `layers`,
-    `cross_attention` and `seed`: as in `patch_model`, to be given there too.
+    `batches`: a batch as a tokenizer returns it, an iterable of such batches, or texts. Texts need a `tokenizer`, which
+    encodes `batch_size` of them at a time, truncated to `max_length` tokens.
+    `limit`: what `budget` limits. With "error", each layer gets the cheapest candidate with a relative error of at most
+    `budget`, or stays softmax. With "cost", all layers together may use `budget` times the multiply-adds of softmax,
+    and the error limit is the smallest one for which that is possible.
+    `length`: sequence length for which cost is counted, by default the longest in the batches. `candidates`: names or
+    configs to choose from. `layers`, `cross_attention` and `seed`: as in `patch_model`; pass them there too.
 
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -116,12 +115,12 @@ def choose_attention(
     if not configs:
         raise ValueError("candidates is empty; give names or configs of mechanisms, or leave it out.")
     if limit not in get_args(Limit):
-        raise ValueError(f"limit={limit!r} is not possible; choose one of {', '.join(get_args(Limit))}.")
+        raise ValueError(f"Unknown limit {limit!r}; choose one of {', '.join(get_args(Limit))}.")
     if not budget > 0:
-        raise ValueError(f"budget limits the {limit} and must be above 0, not {budget!r}.")
+        raise ValueError(f"budget, which limits the {limit}, must be above 0, not {budget!r}.")
     sites = find_attention(model)
     if any(getattr(site.module.config, SPEC, None) is not None for site in sites):
-        raise ValueError("This model is patched already; call unpatch_model(model) first, then choose.")
+        raise ValueError("This model is already patched; call unpatch_model(model) first.")
     wanted = {site.index for site in sites} if layers is None else set(parse_layers(layers))
     sites = [s for s in sites if s.index in wanted and (cross_attention or not s.cross)]
     by_name = {site.name: site for site in sites if not site.refusal}
@@ -136,14 +135,14 @@ def choose_attention(
             yield mechanism(*args, **masks) if possible else output + torch.inf
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what cannot be patched is in the table
+        warnings.simplefilter("ignore")  # the table shows which layers cannot be patched
         patch_model(model, "average", layers=layers, cross_attention=cross_attention)
     try:
         sums = sum_errors(model, as_batches(batches, tokenizer, batch_size=batch_size, max_length=max_length), outputs)
     finally:
         unpatch_model(model)
     if not sums:
-        raise ValueError("batches reached no attention module; give what a tokenizer returns.")
+        raise ValueError("The batches reached no attention module; pass batches as a tokenizer returns them.")
     length = length or longest
     found, work = _by_layer(sums, by_name, built, length)
 
@@ -151,7 +150,7 @@ def choose_attention(
         return sum(decided[layer][0].cost * work[layer] for layer in found) / sum(work.values())
 
     errors = [budget]
-    if limit == "cost":  # the smallest error that all layers can keep to at this cost
+    if limit == "cost":  # find the smallest error limit that this cost allows
         errors = sorted({0.0, *(option.error for options in found.values() for option in options)})
     for error in errors:
         decided = {layer: _cheapest(options, error) for layer, options in found.items()}
@@ -160,7 +159,7 @@ def choose_attention(
     else:
         raise ValueError(
             f"At {length} tokens even the cheapest candidates need {cost(decided):.2f} times the multiply-adds of "
-            f"softmax, more than budget={budget:g}. Raise the budget or the length, or give cheaper candidates."
+            f"softmax, more than budget={budget:g}. Increase the budget or the length, or give cheaper candidates."
         )
     softmax = {s.index: (None, s.refusal or "the batches did not reach it") for s in sites}
     by_layer = sorted({**softmax, **decided}.items())
@@ -174,7 +173,7 @@ def _by_layer(
     built: Mapping[str, list[Mechanism]],
     length: int,
 ) -> tuple[dict[int, list[Candidate]], dict[int, int]]:
-    """Candidates of each layer, all its modules together, and the multiply-adds of its softmax."""
+    """Return the candidates of each layer, over all its modules, and the multiply-adds of its softmax."""
     found: dict[int, list[Candidate]] = {}
     work: dict[int, int] = {}
     for index in sorted({sites[name].index for name in sums}):
@@ -190,11 +189,11 @@ def _by_layer(
 
 
 def _cheapest(options: list[Candidate], error: float) -> tuple[Candidate, str]:
-    """The cheapest within an error, and why."""
+    """Return the cheapest candidate within an error limit, and the reason."""
     cheaper = [option for option in options if option.cost < 1]
     within = [option for option in cheaper if option.error <= error]
     if within:
-        best = min(within, key=lambda o: (round(o.cost, 2), o.error))  # of those that cost the same, the closest
+        best = min(within, key=lambda o: (round(o.cost, 2), o.error))  # ties: the smaller error
         return best, f"cheapest of {len(within)} within an error of {error:.3g}"
     if cheaper:
         return _EXACT, f"no candidate is within {error:.3g}; the closest is {min(cheaper, key=lambda o: o.error)}"

@@ -1,8 +1,8 @@
-"""`shard_sequence`: each process of a group runs a patched model on a part of the same sequences.
+"""`shard_sequence`: sequence parallelism, where each process of a group computes one part of the same sequences.
 
-The forward of the base model (`BertModel`, `LlamaModel`) cuts the inputs and, where all positions are needed
-afterwards, gathers the hidden states. Hooks of its attention modules hand the part on to the attention function.
-Language models and token classifiers go on with a part of the hidden states; their loss is computed here.
+The forward of the base model (`BertModel`, `LlamaModel`) takes this process's part of the inputs and, if the head needs
+all positions, gathers the hidden states. Hooks of the attention modules pass the part on to the attention function.
+Language models and token classifiers continue with a part of the hidden states; their loss is computed here.
 """
 
 import functools
@@ -24,29 +24,30 @@ from .names import NAME, PART
 
 M = TypeVar("M", bound=nn.Module)
 
-_MARK = "rf_sharded"  # attribute of a base model whose forward is ours
+_MARK = "rf_sharded"  # attribute of a base model whose forward is replaced
 
-# What a base model is given for each position, `[B, L]` or `[B, L, E]`.
+# Inputs of a base model with one entry per position, `[B, L]` or `[B, L, E]`.
 _BY_POSITION = ("input_ids", "inputs_embeds", "attention_mask", "token_type_ids", "position_ids")
-# Models whose logits of a position depend on its hidden state alone, by the loss that transformers gives them.
+# Losses of models whose logits at a position depend only on its hidden state.
 _BY_TOKEN = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
 
 
 def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) -> M:
-    """Divide sequences between the processes of a group, in place; returns the model.
+    """Split sequences across the processes of a group (sequence parallelism), in place, and return the model.
 
-    `model`: a patched encoder or decoder, with any head. `mesh_or_group`: a `DeviceMesh` of one dimension or a process
-    group, whose processes call the model together, on the same batch; None undoes it. Each computes one contiguous part
-    of every sequence. The loss is that of the whole sequences on every process. Gradients must be averaged over all
-    processes, as `DistributedDataParallel`, FSDP2 and `accelerator.prepare` do; they are then those of one process.
+    `model`: a patched encoder or decoder with any head. `mesh_or_group`: a one-dimensional `DeviceMesh` or a process
+    group; None undoes the sharding. All processes of the group call the model with the same batch, and each computes
+    one contiguous part of every sequence. Every process returns the loss of the whole sequences. Gradients must be
+    averaged over all processes, as `DistributedDataParallel`, FSDP2 and `accelerator.prepare` do; they then equal the
+    gradients of a single process.
 
-    `gather`: whether hidden states are gathered after the last layer, so that outputs have all positions and every
-    head works. By default only where it is necessary: language models and token classifiers return the logits of their
-    part, `ceil(L / N)` positions of which the last may be padding.
+    `gather`: whether to gather the hidden states after the last layer, so that outputs cover all positions and any head
+    works. Default: only where necessary. Language models and token classifiers return the logits of their part,
+    `ceil(L / N)` positions, the last of which may be padding.
 
-    Linear mechanisms exchange their sums, `band` and `fmm` also the keys next to a part. `multipole` gathers summaries
-    of blocks and fetches the blocks that it needs; of packed sequences it gathers queries, keys and values. Softmax
-    layers gather keys and values, and a warning names them.
+    Communication: linear mechanisms exchange their sums; `band` and `fmm` also exchange the keys next to a part.
+    `multipole` gathers block summaries and fetches the blocks it needs, but gathers queries, keys and values of packed
+    sequences. Softmax layers gather keys and values, with a warning that names them.
 
     Not supported: generation, encoder-decoder models, models with several towers, and models that do not accept
     `position_ids`.
@@ -55,7 +56,7 @@ def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) 
     >>> from transformers import BertConfig, BertForMaskedLM
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     >>> model = hf_rfattn.patch_model(BertForMaskedLM(tiny), "favor+")
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or started by torchrun
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or use torchrun
     >>> model = hf_rfattn.shard_sequence(model, dist.group.WORLD)
     >>> dist.destroy_process_group()
     """
@@ -70,7 +71,7 @@ def shard_sequence(model: M, mesh_or_group: Any, *, gather: bool | None = None) 
     _warn_of_gathering(sites)
     sharding = _Sharding(group, _numbering(base), not by_token if gather is None else gather)
     setattr(base, _MARK, True)
-    # not hooks: sentence-transformers calls `forward` itself
+    # Replaces forward instead of adding hooks, since sentence-transformers calls `forward` directly.
     base.forward = MethodType(_sharded_forward(type(base), sharding), base)
     pooler = getattr(base, "pooler", None)
     if isinstance(pooler, nn.Module):
@@ -103,26 +104,26 @@ def _process_group(mesh_or_group: Any) -> Any:
         raise ValueError(f"mesh_or_group must be a DeviceMesh, a process group or None, not {given}.")
     if mesh_or_group.ndim != 1:
         raise ValueError(
-            f"The mesh has dimensions {mesh_or_group.mesh_dim_names or mesh_or_group.ndim}; pass the one that shares "
+            f"The mesh has dimensions {mesh_or_group.mesh_dim_names or mesh_or_group.ndim}; pass the one that splits "
             "sequences, such as mesh['cp']."
         )
     return mesh_or_group.get_group()
 
 
 def _base_model(sites: list[AttentionSite]) -> PreTrainedModel:
-    """The model that gets tokens and returns hidden states."""
+    """Return the model that takes tokens and returns hidden states."""
     owners = list({id(site.owner): site.owner for site in sites}.values())
     name = type(owners[0]).__name__
     if not any(getattr(site.module, "rf", None) is not None for site in sites):
         raise ValueError(f"{name} is not patched: call hf_rfattn.patch_model(model, ...) first.")
     if len(owners) > 1 or any(site.cross for site in sites):
         raise NotImplementedError(
-            f"Sequences of {', '.join(type(owner).__name__ for owner in owners)} cannot be shared between processes: "
-            "there must be one stack of layers with self-attention alone."
+            f"Sequences of {', '.join(type(owner).__name__ for owner in owners)} cannot be split across processes: the "
+            "model must have one stack of layers and no cross-attention."
         )
     if "position_ids" not in inspect.signature(owners[0].forward).parameters:
         raise NotImplementedError(
-            f"{name} does not accept position_ids, so a part of a sequence would get the positions of its beginning."
+            f"{name} does not accept position_ids, so every part of a sequence would get the positions of the first."
         )
     return owners[0]
 
@@ -137,7 +138,7 @@ def _warn_of_gathering(sites: list[AttentionSite]) -> None:
     for kind, names in kinds.items():
         warnings.warn(
             f"{len(names)} attention modules ({kind}) gather the keys and values of all processes, so their memory "
-            f"and what they send grow with the length: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}.",
+            f"and communication grow with the length: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}.",
             stacklevel=3,
         )
 
@@ -154,20 +155,20 @@ def _remove(model: nn.Module) -> None:
 
 
 class _Sharding:
-    """The hooks of one model, and what they tell each other during a forward pass."""
+    """The hooks of one model, and the state that they share during a forward pass."""
 
     def __init__(self, group: Any, number: Callable[[Tensor], Tensor], gather: bool):
         self.group, self.number, self.gather = group, number, gather
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.part: Part | None = None  # in a forward pass
-        self.length = 0  # of the whole sequences
+        self.part: Part | None = None  # set during a forward pass
+        self.length = 0  # length of the whole sequences
         self.labels: dict[str, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Sharding":
         return self  # copies of a model share its group
 
     def cut_inputs(self, base: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Before the base model: the inputs of this part instead of all."""
+        """Before the base model: replace the inputs with those of this part."""
         kwargs = _by_name(base, args, kwargs)
         _check(base, kwargs)
         tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
@@ -180,7 +181,7 @@ class _Sharding:
             key_mask = F.pad(key_mask, (0, filling)).to(torch.bool)
         if positions is None:
             kwargs["position_ids"] = self.number(tokens)
-        elif mask is None:  # as transformers finds packed sequences
+        elif mask is None:  # the rule by which transformers detects packed sequences
             jumps = positions.diff(prepend=positions[:, :1] - 1) != 1
             segments = _filled(jumps.cumsum(1), filling).expand(batch, -1) if bool(jumps.any()) else None
         self.part = Part(self.group, self.rank, self.size, (self.length + filling) // self.size, key_mask, segments)
@@ -193,9 +194,10 @@ class _Sharding:
         return kwargs
 
     def hand_on_part(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Before an attention module: its part, for the attention function.
+        """Before an attention module: pass the part on to the attention function.
 
-        Gradient checkpointing calls the module again when the forward pass is over. The mask is then the same object.
+        Gradient checkpointing calls the module again after the forward pass, with the same mask object, so the part is
+        also stored there.
         """
         masks = [x for x in (kwargs.get("attention_mask"), *args) if isinstance(x, Tensor) and x.ndim == 4]
         part = self.part
@@ -205,16 +207,16 @@ class _Sharding:
             else:
                 setattr(mask, PART, part)
         if part is None:
-            raise RuntimeError(f"{type(module).__name__} of a sharded model was called by itself, not by the model.")
+            raise RuntimeError(f"{type(module).__name__} of a sharded model was called directly; call the model.")
         return args, {**kwargs, PART: part}
 
     def hand_on_first_token(self, pooler: nn.Module, args: tuple) -> tuple:
-        """Before a pooler, which reads the first token: that of the first part."""
+        """Before a pooler, which reads the first token: pass it the first token of the first part."""
         first = args[0][:, :1] if args[0].ndim == 3 else args[0]
         return (self.part.gather(first)[0], *args[1:])  # type: ignore[union-attr]
 
     def join_outputs(self, output: Any) -> Any:
-        """After the base model: hidden states of all positions, where they are needed."""
+        """After the base model: gather the hidden states of all positions, if needed."""
         part = self.part
         if part is None or not self.gather:
             return output
@@ -231,13 +233,13 @@ class _Sharding:
         return type(output)(**{name: join(value) for name, value in output.items()})
 
     def take_labels(self, head: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Before a model that predicts tokens: what its loss needs is kept back."""
+        """Before a model that predicts tokens: keep the labels for `add_loss`."""
         kwargs = _by_name(head, args, kwargs)
         self.labels = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch")}
         return (), kwargs
 
     def add_loss(self, head: PreTrainedModel, args: tuple, output: Any) -> Any:
-        """After it: the loss of all parts, the mean over all labels that count, as transformers computes it."""
+        """After it: add the loss over all parts, the mean over all labels that are not ignored, as in transformers."""
         labels, shifted, count = self.labels.values()
         self.labels = {}
         if shifted is None and labels is not None and head.loss_type not in _BY_TOKEN[1:]:
@@ -250,8 +252,8 @@ class _Sharding:
         part = Part(self.group, self.rank, self.size, length)
         if logits.shape[1] != length:
             raise ValueError(
-                f"There are logits for {logits.shape[1]} of the {length} positions of this part; the loss needs all. "
-                "Leave out logits_to_keep."
+                f"There are logits for {logits.shape[1]} of the {length} positions of this part, but the loss needs "
+                "all of them. Do not pass logits_to_keep."
             )
         own = part.own(F.pad(labels, (0, length * self.size - labels.shape[1]), value=-100), 1)
         total = F.cross_entropy(logits.flatten(0, 1).float(), own.flatten().to(logits.device), reduction="sum")
@@ -264,7 +266,7 @@ def _by_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str
 
 
 def _filled(x: Tensor, filling: int, repeat: bool = False) -> Tensor:
-    """With more positions at the end, of zeros or like the last one."""
+    """Append `filling` positions: zeros, or copies of the last position."""
     if not filling:
         return x
     return torch.cat([x, x[:, -1:].expand(-1, filling, *x.shape[2:]) * (1 if repeat else 0)], 1)
@@ -274,36 +276,35 @@ def _check(base: PreTrainedModel, inputs: dict[str, Any]) -> None:
     name = type(base).__name__
     if base.config._attn_implementation != NAME:
         raise ValueError(
-            f"{name} shares sequences between processes, but its attention is "
-            f"{base.config._attn_implementation!r} now. Undo it with hf_rfattn.shard_sequence(model, None)."
+            f"{name} is sharded, but its attention implementation is {base.config._attn_implementation!r} now. Undo "
+            "the sharding with hf_rfattn.shard_sequence(model, None)."
         )
     if inputs.get("past_key_values") is not None:
         raise NotImplementedError(
-            f"{name} shares sequences between processes and cannot generate: call hf_rfattn.shard_sequence(model, "
-            "None) first."
+            f"{name} is sharded and cannot generate; undo the sharding with hf_rfattn.shard_sequence(model, None)."
         )
     mask = inputs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        raise NotImplementedError("A sequence that is shared between processes needs a 2D attention_mask, or none.")
+        raise NotImplementedError("A sharded model needs a 2D attention_mask, or none.")
     for key, value in inputs.items():
         if isinstance(value, Tensor) and key not in _BY_POSITION:
             raise NotImplementedError(
-                f"{name} was given {key!r}, and it is not known how to divide it between processes; known are "
+                f"{name} got the input {key!r}, which cannot be split across processes; supported inputs: "
                 f"{', '.join(_BY_POSITION)}."
             )
 
 
 def _numbering(base: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """How a model numbers the positions of tokens that come without position_ids."""
+    """Return the function with which the model computes default position_ids."""
     for module in base.modules():
-        number = getattr(module, "create_position_ids_from_input_ids", None)  # RoBERTa and its kin
+        number = getattr(module, "create_position_ids_from_input_ids", None)  # RoBERTa and similar models
         by_mask = isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
         if number is not None or by_mask:
             padding = getattr(module, "padding_idx", None)
 
             def positions(tokens: Tensor, number: Any = number, padding: Any = padding) -> Tensor:
                 if number is None or tokens.ndim != 2:
-                    raise ValueError(f"{type(base).__name__} numbers positions in its own way: pass position_ids.")
+                    raise ValueError(f"{type(base).__name__} computes position_ids in its own way: pass position_ids.")
                 return number(tokens, padding)
 
             return positions

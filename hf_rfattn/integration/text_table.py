@@ -1,10 +1,10 @@
-"""Tables in plain text."""
+"""Plain-text tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 
 def text_table(columns: Mapping[str, str], rows: Iterable[Sequence[object]]) -> str:
-    """Rows under the titles of their columns, aligned to the left ("<") or to the right (">").
+    """Format rows under column titles. `columns` maps titles to "<" (left-aligned) or ">" (right-aligned).
 
     >>> print(text_table({"layer": "<", "error": ">"}, [(0, "0.125"), (1, "–")]))
     layer  error

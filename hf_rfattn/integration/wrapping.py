@@ -1,4 +1,4 @@
-"""Wrapping methods of other libraries."""
+"""Wraps methods of other libraries."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def wraps_method(owner: Any, name: str) -> Callable[[Callable], Callable]:
-    """Decorator: the function replaces `owner.name` and gets the original method as its first argument."""
+    """Decorator: the function replaces `owner.name` and receives the original method as its first argument."""
 
     def install(function: Callable) -> Callable:
         found = inspect.getattr_static(owner, name)

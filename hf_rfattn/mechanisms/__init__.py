@@ -1,4 +1,4 @@
-"""Attention mechanisms, one file each. Importing this package registers those that ship with it."""
+"""Attention mechanisms, one file each. Importing this package registers all of them."""
 
 import importlib
 import pkgutil

@@ -1,6 +1,6 @@
-"""A control: no attention at all, every visible value weighs the same.
+"""Control: the average of all visible values, without any attention.
 
-φ(x) = 1. What a mechanism gains over this row is what its attention is worth.
+φ(x) = 1. A mechanism that does not beat this control gains nothing from its attention.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class AverageConfig(MechanismConfig):
 
 
 class AverageAttention(LinearMechanism):
-    needs_training = False  # it stays what it is
+    needs_training = False  # it has nothing to train
 
     def __init__(self, config: AverageConfig, **shape: Any):
         super().__init__(config, ConstantFeatures(), **shape)

@@ -1,7 +1,7 @@
-"""A control: the near field alone, softmax over the keys within a band around the query.
+"""Sliding-window attention: softmax over the keys within a band around the query.
 
-out_i = softmax over |i - j| ≤ W of (x_iᵀy_j) · v_j, in O(L·W); the near field of FMMformer and the whole of
-sliding-window attention.
+out_i = softmax over |i - j| ≤ W of (x_iᵀy_j) · v_j, in O(L·W). This is the near field of FMMformer alone, and a control
+for mechanisms that add a far field.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from .registry import register_mechanism
 class BandConfig(MechanismConfig):
     """Options of "band"."""
 
-    bandwidth: int = option(64, "A query sees the keys at this distance or less.")
+    bandwidth: int = option(64, "Window size: a query attends to keys at most this many positions away.")
     global_tokens: int = option(
-        1, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+        1, "Number of global tokens at the start of a sequence (and at its end, unless causal), as in Longformer."
     )
 
     def __post_init__(self) -> None:
@@ -33,25 +33,25 @@ class BandConfig(MechanismConfig):
 
 
 class NearField(Mechanism):
-    """Softmax over a band and over global tokens: base of mechanisms with options `bandwidth` and `global_tokens`."""
+    """Softmax over a band and global tokens. Base class of mechanisms with options `bandwidth` and `global_tokens`."""
 
     handles_cross_attention = False
     config: Any
 
     def near_field(self, q, k, v, **masks) -> tuple[Tensor, Tensor]:
-        """Attention over the band and the global keys, and its lse."""
+        """Attention over the band and the global keys, and its log-sum-exp."""
         width, count = self.config.bandwidth, self.config.global_tokens
         near = banded_attention(q, k, v, width, **masks)
         return merge(near, global_attention(q, k, v, count, width, **masks)) if count else near
 
     def near_field_of_part(self, q, k, v, part: Part, **options) -> tuple[Tensor, Tensor]:
-        """The same for the queries of a part."""
+        """`near_field` for the queries of one process of a sharded sequence."""
         width, count = self.config.bandwidth, self.config.global_tokens
         near = part_of_banded_attention(q, k, v, width, part, **options)
         return merge(near, part_of_global_attention(q, k, v, count, width, part, **options)) if count else near
 
     def with_global_rows(self, out, q, k, v, scale, key_mask, causal, part: Part | None = None) -> Tensor:
-        """The same output, with softmax over all keys in the rows of global tokens, unless causal."""
+        """Replace the rows of global tokens in `out` with softmax over all keys, unless causal."""
         count = self.config.global_tokens
         if causal or not count:
             return out
@@ -63,7 +63,7 @@ class NearField(Mechanism):
         return False
 
     def near_pairs(self, x, y, key_mask, causal, segments) -> Tensor:
-        """The near field as a dense mask: which pairs are scored exactly."""
+        """The near field as a dense mask, True for pairs that are scored exactly."""
         count, (lengths, device) = self.config.global_tokens, ((x.shape[2], y.shape[2]), x.device)
         near = allowed_pairs(*lengths, key_mask, causal, segments, self.config.bandwidth, device)
         if count:
@@ -74,8 +74,8 @@ class NearField(Mechanism):
 
     def multiply_adds(self, length, causal):
         sides, count = 1 if causal else 2, self.config.global_tokens
-        keys = min(length, sides * self.config.bandwidth + 1) + sides * count  # of each query
-        rows = 0 if causal else min(length, sides * count)  # that see all keys
+        keys = min(length, sides * self.config.bandwidth + 1) + sides * count  # per query
+        rows = 0 if causal else min(length, sides * count)  # global tokens, which attend to all keys
         return 2 * length * (keys + rows) * self.head_dim
 
 

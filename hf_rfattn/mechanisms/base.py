@@ -1,4 +1,4 @@
-"""What every mechanism is: an `nn.Module` called on q, k, v, with a fast path and its naive definition."""
+"""Base classes of mechanisms: an `nn.Module` called on q, k, v, with a fast implementation and a dense definition."""
 
 import math
 from typing import Any, ClassVar
@@ -16,15 +16,15 @@ from .config import MechanismConfig
 
 
 class Mechanism(nn.Module):
-    """Base of all mechanisms: checks its inputs, computes in float32 (or more), and casts back.
+    """Base class of all mechanisms. Checks the inputs, computes in float32 or higher precision, and casts back.
 
-    Subclasses define `attend` (fast), `dense_weights` (its naive definition), `new_state` and `attend_after` (the same
-    token by token, for generation) and `multiply_adds`.
+    Subclasses define `attend` (the fast implementation), `dense_weights` (its definition as a dense matrix),
+    `new_state` and `attend_after` (token by token, for generation) and `multiply_adds`.
     """
 
     handles_cross_attention: ClassVar[bool] = True
-    holds_all_keys: ClassVar[bool] = False  # in its state of generation, which then grows with the tokens
-    needs_training: ClassVar[bool] = False  # in a pretrained model no better than averaging before: patch_model warns
+    holds_all_keys: ClassVar[bool] = False  # the generation state keeps all keys, so it grows with the sequence
+    needs_training: ClassVar[bool] = False  # no better than averaging in a pretrained model: patch_model warns
 
     def __init__(
         self, config: MechanismConfig, *, num_heads: int, num_kv_heads: int, head_dim: int, seed: tuple[int, ...]
@@ -43,46 +43,46 @@ class Mechanism(nn.Module):
         causal: bool,
         segments: Tensor | None,
     ) -> Tensor:
-        """Attention output `[B, H, Lq, D]`. When causal there are as many queries as keys; segments are causal."""
+        """Compute the attention output `[B, H, Lq, D]`. If causal, Lq = Lk; `segments` are given only if causal."""
         raise NotImplementedError
 
     def attend_after(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, scale: float, key_mask: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Causal attention of new tokens after those in `state`; and the new state, in which the old one is reused or
-        not.
+        """Compute causal attention of the tokens that follow `state`. Returns the output and the new state, which may
+        reuse the tensors of the old one.
         """
         raise NotImplementedError
 
     def attend_part(self, q: Tensor, k: Tensor, v: Tensor, part: Part, *, scale: float, causal: bool) -> Tensor:
-        """`attend` for one part of a sequence that is divided between processes; here, by gathering all of it."""
+        """Compute `attend` for this process's part of a sharded sequence. The default gathers the whole sequence."""
         q, k, v = (part.whole(x, 2) for x in (q, k, v))
         masks = {"key_mask": part.key_mask, "segments": part.segments}
         return part.own(self(q, k, v, causal=causal, scale=scale, **masks), 2)
 
     def gathers_sequence(self) -> bool:
-        """Whether `attend_part` gathers the queries, keys and values of all parts, which costs memory and time."""
+        """Whether `attend_part` gathers the queries, keys and values of all processes, which costs memory and time."""
         return True
 
     def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
-        """The state of generation before the first token. With `holds_all_keys` it takes one more argument, the number
-        of tokens it has room for; without it, the state grows.
+        """Create the generation state before the first token. If `holds_all_keys`, there is one more argument: the
+        number of tokens to allocate, or 0 for a state that grows.
         """
         raise NotImplementedError
 
     def dense_weights(
         self, x: Tensor, y: Tensor, key_mask: Tensor | None, causal: bool, segments: Tensor | None
     ) -> Tensor:
-        """The definition of `attend`: its weights as a dense matrix `[B, H, Lq, Lk]`; x and y carry the scale."""
+        """Define `attend` by its dense matrix of weights `[B, H, Lq, Lk]`. x and y are q and k times sqrt(scale)."""
         raise NotImplementedError
 
     def multiply_adds(self, length: int, causal: bool) -> int:
-        """Multiply-adds a query head spends on `length` tokens (softmax: 2 · length² · head_dim, half if causal)."""
+        """Multiply-adds per query head for `length` tokens (softmax: 2 · length² · head_dim, half of it if causal)."""
         raise NotImplementedError
 
     @property
     def num_features(self) -> int:
-        """Length of φ, all far-field maps together; 0 for a mechanism without one."""
+        """Total number of features of all feature maps; 0 for a mechanism without any."""
         return sum(m.num_features for m in self.modules() if isinstance(m, FeatureMap))
 
     def forward(
@@ -100,15 +100,15 @@ class Mechanism(nn.Module):
     ) -> Tensor:
         """Attention of queries `[B, H, Lq, D]` over keys and values `[B, Hkv, Lk, D]` → `[B, H, Lq, Dv]`.
 
-        `key_mask` `[B, Lk]`: True for keys that exist. `causal`: the last query stands at the last key. `scale`: of
-        the scores, 1/sqrt(D) by default. `segments` `[B, L]`: numbers of packed sequences, each contiguous, that must
-        not see each other.
+        `key_mask` `[B, Lk]`: True for keys that are not padding. `causal`: the last query is aligned with the last
+        key. `scale`: of the scores, 1/sqrt(D) by default. `segments` `[B, L]`: index of the packed sequence that each
+        token belongs to; sequences are contiguous and do not attend to each other.
 
-        `state`, from `new_state`, makes these the next tokens of sequences whose past it holds, and takes them in, in
-        place. However tokens are cut into calls, the outputs are those of one causal call over all of them. Gradients
-        reach the new tokens, not the past.
+        `state`, from `new_state`: the past of these sequences, for generation. It is updated in place. Calls on
+        successive chunks of tokens give the same outputs as one causal call on all of them. Gradients flow to the new
+        tokens only.
 
-        `part` says that q, k and v are one part of a sequence that is divided between processes, and has its masks.
+        `part`: q, k and v are this process's part of a sharded sequence, whose masks `part` contains.
 
         >>> from hf_rfattn import build_mechanism
         >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8)
@@ -128,15 +128,15 @@ class Mechanism(nn.Module):
                 return self.attend_part(q, k, v, part, scale=scale, causal=causal)
             if state is not None:
                 if segments is not None:
-                    raise ValueError("segments cannot go on from a state; give each packed sequence a row of its own.")
-                past = state.map(torch.clone) if torch.is_grad_enabled() else state  # autograd keeps what it reads
+                    raise ValueError("segments cannot be combined with a state; put each sequence in its own row.")
+                past = state.map(torch.clone) if torch.is_grad_enabled() else state  # autograd saves these tensors
                 out, new = self.attend_after(q, k, v, past, scale=scale, key_mask=key_mask)
                 state.copy_(new)
                 return out
             if not causal and segments is not None:
                 return self._attend_unpacked(q, k, v, scale, key_mask, segments)
             ahead = k.shape[2] - q.shape[2] if causal else 0
-            if ahead:  # queries of the past were answered before: stand-ins keep positions aligned
+            if ahead:  # zeros instead of past queries keep queries and keys aligned
                 q = torch.cat([q.new_zeros(*q.shape[:2], ahead, q.shape[3]), q], dim=2)
             out = self.attend(q, k, v, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
             return out[:, :, ahead:] if ahead else out
@@ -144,7 +144,7 @@ class Mechanism(nn.Module):
     def _attend_unpacked(
         self, q, k, v, scale: float, key_mask: Tensor | None, segments: Tensor, causal: bool = False
     ) -> Tensor:
-        """Attention of packed sequences, each in a row of its own."""
+        """Attention of packed sequences, unpacked to one row each."""
         out = q.new_zeros(*q.shape[:3], v.shape[3])
         for group in unpack(segments):
             mask = group.inside if key_mask is None else group.inside & key_mask[group.row, group.position]
@@ -162,7 +162,10 @@ class Mechanism(nn.Module):
         scale: float | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """The same attention as a dense matrix `[B, H, Lq, Lk]`, quadratic: to look at, to test against."""
+        """Return the weights of this attention as a dense matrix `[B, H, Lq, Lk]`, for inspection and tests.
+
+        Memory and time are quadratic in the length.
+        """
         _check_inputs(self, q, k, k, key_mask, causal, scale, segments)
         root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
         x, y = (z.to(torch.promote_types(z.dtype, torch.float32)) * root for z in (q, k))
@@ -173,7 +176,7 @@ class Mechanism(nn.Module):
 
 def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, scale, segments) -> None:
     if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive, not {scale!r}: features are of sqrt(scale) q and sqrt(scale) k.")
+        raise ValueError(f"scale must be positive, not {scale!r}: q and k are multiplied by its square root.")
     expected = (mechanism.num_heads, mechanism.num_kv_heads, mechanism.num_kv_heads)
     for name, x, heads in zip("qkv", (q, k, v), expected, strict=True):
         if x.ndim != 4 or x.shape[1] != heads or (name != "v" and x.shape[3] != mechanism.head_dim):
@@ -183,22 +186,25 @@ def _check_inputs(mechanism: Mechanism, q, k, v, key_mask, causal, scale, segmen
             )
     q_length, k_length = q.shape[2], k.shape[2]
     if v.shape[2] != k_length:
-        raise ValueError(f"There are {k_length} keys but {v.shape[2]} values.")
+        raise ValueError(f"k has {k_length} tokens but v has {v.shape[2]}; they must be equal.")
     if key_mask is not None and tuple(key_mask.shape) != (q.shape[0], k_length):
-        raise ValueError(f"key_mask {tuple(key_mask.shape)} must have shape [B, Lk] = [{q.shape[0]}, {k_length}].")
+        raise ValueError(f"key_mask has shape {tuple(key_mask.shape)}; expected [B, Lk] = [{q.shape[0]}, {k_length}].")
     if segments is not None and (q_length != k_length or tuple(segments.shape) != (q.shape[0], k_length)):
-        raise ValueError(f"segments {tuple(segments.shape)} need as many queries as keys, shape [B, L].")
+        raise ValueError(
+            f"segments has shape {tuple(segments.shape)} for {q_length} queries and {k_length} keys; expected [B, L] "
+            "and as many queries as keys."
+        )
     if causal and q_length > k_length:
-        raise ValueError(f"Causal attention of {q_length} queries needs at least as many keys, not {k_length}.")
+        raise ValueError(f"Causal attention needs at least as many keys as queries; got {k_length} and {q_length}.")
     if not causal and q_length != k_length and not mechanism.handles_cross_attention:
         raise ValueError(
-            f"{mechanism.config.name!r} has a band around the diagonal, which means nothing between {q_length} "
-            f"queries and {k_length} keys."
+            f"{mechanism.config.name!r} attends to a band around the diagonal, so it needs as many keys as queries; "
+            f"got {k_length} keys and {q_length} queries."
         )
 
 
 class LinearMechanism(Mechanism):
-    """Linear attention with a feature map; subclasses only build the map."""
+    """Linear attention with a feature map. Subclasses only build the map."""
 
     needs_training = True
 
@@ -239,7 +245,7 @@ class LinearMechanism(Mechanism):
         scores = q.dense() @ repeat_heads(k.dense(), x.shape[1]).mT
         allowed = allowed_pairs(x.shape[2], y.shape[2], key_mask, causal, segments, device=x.device)
         floor = None
-        if phi_q.floor is not None:  # a unit of weight
+        if phi_q.floor is not None:  # in units of exp(q.log + k.log)
             floor = phi_q.floor.to(x).expand(self.num_kv_heads, 1, 1).repeat_interleave(x.shape[1] // y.shape[1], 0)
             floor = floor * torch.exp(q.log + repeat_heads(k.log, x.shape[1]).mT)
         return normalised_weights(scores, allowed, floor)
@@ -250,5 +256,5 @@ class LinearMechanism(Mechanism):
 
 
 def random_maps(module: nn.Module) -> list[RandomFeatures]:
-    """All feature maps with a random draw inside a module."""
+    """All feature maps inside a module that are drawn at random."""
     return [m for m in module.modules() if isinstance(m, RandomFeatures)]

@@ -1,4 +1,4 @@
-"""Configs of mechanisms: frozen dataclasses, checked on construction, that become JSON and come back."""
+"""Configs of mechanisms: frozen dataclasses that are validated on construction and serialize to JSON."""
 
 import dataclasses
 import difflib
@@ -9,15 +9,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Union
 
-# What a config may ask for at most: it may come from a stranger, and sizes are allocated. Other numbers: LARGEST.
+# Upper limits, since a config may come from an untrusted checkpoint and these sizes are allocated. LARGEST: all others.
 MOST = {"num_features": 16_384, "bandwidth": 16_384, "global_tokens": 1_024, "hadamard_blocks": 8}
 LARGEST = 1_000_000
-MOST_ITEMS = 32  # of a tuple
+MOST_ITEMS = 32  # in a tuple
 
 
 @dataclasses.dataclass(frozen=True)
 class MechanismConfig:
-    """Base of all configs. Fields are checked against their annotations, so a wrong type or choice fails at once.
+    """Base class of all configs. Checks the fields against their type annotations on construction.
 
     Each field is an `option(default, help)`.
     """
@@ -30,27 +30,27 @@ class MechanismConfig:
             _check_value(field.name, getattr(self, field.name), hints[field.name])
 
     def __str__(self) -> str:
-        """The name and the options that differ from their defaults, as the command line takes them."""
+        """The name and all options that differ from their defaults, in command-line syntax."""
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         return " ".join([self.name, *(f"{f.name}={option_value(getattr(self, f.name))}" for f in changed)])
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON document that `resolve_config` turns back into this config."""
+        """Return a JSON-serializable dict, which `resolve_config` turns back into this config."""
         return {"mechanism": self.name} | {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def replace(self, **options: Any) -> "MechanismConfig":
-        """A copy with some options changed; unknown ones raise."""
+        """Return a copy with some options changed. Raises ValueError for unknown options."""
         check_options(self.name, type(self), options)
         return dataclasses.replace(self, **options)
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a config: its default, and its description for the command line and the documentation."""
+    """Define a config field with its default and its description, which the command line and the docs show."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def option_value(value: Any) -> str:
-    """A value as NAME=VALUE takes it.
+    """Format a value for the syntax NAME=VALUE.
 
     >>> option_value("joint"), option_value(None), option_value(("elu", "tanh"))
     ('joint', 'null', '["elu", "tanh"]')
@@ -60,16 +60,16 @@ def option_value(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What there is to know of an option of a mechanism."""
+    """Description of one option of a mechanism."""
 
     name: str
-    default: str  # as NAME=VALUE takes it
+    default: str  # in the syntax NAME=VALUE
     choices: tuple[str, ...]
     help: str
 
 
 def describe_options(config: type[MechanismConfig]) -> list[Option]:
-    """The options of a mechanism, in order: the one description that the command line and docstrings show.
+    """Describe the options of a mechanism, in order. The command line and the docstrings show this description.
 
     >>> from hf_rfattn import BandConfig
     >>> [option.name for option in describe_options(BandConfig)]
@@ -98,12 +98,12 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
     if hint in (int, float):
         accepted = (int,) if hint is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, accepted):
-            raise ValueError(f"{name} must be {'a whole' if hint is int else 'a'} number, not {value!r}.")
+            raise ValueError(f"{name} must be {'an integer' if hint is int else 'a number'}, not {value!r}.")
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, not {value!r}.")
     elif origin is Literal:
         if value not in args or type(value) not in {type(a) for a in args}:
-            raise ValueError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, args))}.")
+            raise ValueError(f"Invalid {name}={value!r}; choose one of {', '.join(map(repr, args))}.")
     elif origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return
@@ -115,7 +115,7 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
         if not isinstance(value, tuple):
             raise ValueError(f"{name} must be a tuple, not {value!r}.")
         if len(value) > MOST_ITEMS:
-            raise ValueError(f"{name} has {len(value)} items; at most {MOST_ITEMS} are possible.")
+            raise ValueError(f"{name} has {len(value)} items; at most {MOST_ITEMS} are allowed.")
         for item in value:
             _check_value(f"each of {name}", item, args[0])
     elif isinstance(hint, type) and not isinstance(value, hint):
@@ -123,15 +123,15 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def check_at_least(config: MechanismConfig, least: int, *names: str) -> None:
-    """Raise unless each named field is None or at least `least` (and at most what `MOST` allows)."""
+    """Raise ValueError unless each named field is None, or at least `least` and within its limit in `MOST`."""
     for name in names:
         value, most = getattr(config, name), MOST.get(name, LARGEST)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{name} must be at least {least} and at most {most}, not {value!r}.")
+            raise ValueError(f"{name} must be between {least} and {most}, not {value!r}.")
 
 
 def check_nesting(document: Any, most: int = 8) -> None:
-    """Raise for lists and mappings nested deeper than any document of ours, before anything recurses into them."""
+    """Raise ValueError for a document nested deeper than any valid one, before anything recurses into it."""
     level = [document]
     for _ in range(most + 1):
         inner = [value.values() if isinstance(value, Mapping) else value for value in level]
@@ -142,7 +142,7 @@ def check_nesting(document: Any, most: int = 8) -> None:
 
 
 def default_features(num_features: int | None, head_dim: int, even: bool, why: str = "") -> int:
-    """The number of features asked for, or as many as a head has dimensions; `even` where they come in pairs."""
+    """Return `num_features`, or the head size if it is None. `even`: features come in pairs, so raise if it is odd."""
     count = head_dim if num_features is None else num_features
     if even and count % 2:
         given = f"num_features={count}" + (" (the head size)" if num_features is None else "")
@@ -151,16 +151,17 @@ def default_features(num_features: int | None, head_dim: int, even: bool, why: s
 
 
 def check_options(name: str, config: type[MechanismConfig], options: Mapping[str, Any]) -> None:
-    """Raise for an option that the config does not have."""
+    """Raise ValueError for an option that the config does not have."""
     known = [field.name for field in dataclasses.fields(config)]
     for option in options:
         if option not in known:
             raise ValueError(
-                f"{name!r} has no option {option!r}{did_you_mean(option, known)}; it has {', '.join(known) or 'none'}."
+                f"{name!r} has no option {option!r}{did_you_mean(option, known)}; its options: "
+                f"{', '.join(known) or 'none'}."
             )
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    """A hint at the nearest known word, if there is a near one."""
+    """Return " (did you mean ...?)" for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

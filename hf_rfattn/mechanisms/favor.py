@@ -1,4 +1,4 @@
-"""Performer attention: positive random features whose products average to the softmax kernel.
+"""Performer attention: positive random features, an unbiased estimate of the softmax kernel.
 
 φ(x)_r = M^(-1/2) exp(ω_rᵀx - |x|²/2), ω_r standard normal, so that E φ(x)ᵀφ(y) = exp(xᵀy).
 
@@ -21,27 +21,27 @@ class FavorConfig(MechanismConfig):
     """Options of "favor+"."""
 
     num_features: int | None = option(None, "Number of random features M. Default: the head size.")
-    projection: Projection = option("orthogonal", "How the rows ω are drawn: independent, or orthogonal to each other.")
+    projection: Projection = option("orthogonal", "How the rows ω are drawn: independent (iid) or orthogonal.")
     hadamard_blocks: int = option(3, "Number of factors H·D in a Hadamard projection.")
-    kernel: Literal["softmax", "relu"] = option("softmax", "Kernel; relu is the generalised attention of the paper.")
+    kernel: Literal["softmax", "relu"] = option("softmax", "relu is the generalised attention of the Performer paper.")
     antithetic: bool = option(False, "Draw ω in pairs of opposite sign.")
     variance: Literal["standard", "optimal"] = option(
-        "standard", "optimal is FAVOR++, whose statistic of the data `hf_rfattn.calibrate` measures."
+        "standard", "optimal: FAVOR++, which `hf_rfattn.calibrate` fits to your data."
     )
-    redraw_interval: int | None = option(None, "Optimizer steps between new draws; null keeps the first draw.")
+    redraw_interval: int | None = option(None, "Redraw ω after this many optimizer steps. Default: never.")
     trainable: bool = option(
-        False, "Learn ω of queries and of keys and a temperature, starting at the draw; nothing is redrawn then."
+        False, "Train ω (separately for queries and keys) and a temperature. Excludes redraw_interval."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "num_features", "hadamard_blocks", "redraw_interval")
         if self.kernel == "relu" and self.variance == "optimal":
-            raise ValueError("variance='optimal' belongs to kernel='softmax'; leave it 'standard' with kernel='relu'.")
+            raise ValueError("variance='optimal' needs kernel='softmax'; use variance='standard' with kernel='relu'.")
         if self.trainable and self.redraw_interval is not None:
-            raise ValueError("A trainable projection is not drawn anew; leave redraw_interval out.")
+            raise ValueError("redraw_interval cannot be combined with trainable=True; leave one of them out.")
         if self.trainable and (self.kernel, self.variance) != ("softmax", "standard"):
-            raise ValueError("trainable=True belongs to kernel='softmax' and variance='standard'.")
+            raise ValueError("trainable=True needs kernel='softmax' and variance='standard'.")
 
 
 class FavorAttention(LinearMechanism):

@@ -1,8 +1,8 @@
-"""FMMformer: exact attention near the diagonal, feature maps for all that is far, as in the fast multipole method.
+"""FMMformer: exact attention near the diagonal and linear attention for the rest, as in the fast multipole method.
 
-`normalizer="separate"` (the paper's): w₁ · softmax(band_W(xyᵀ)) V + Σ_l w₂ₗ · φ_l(x)(φ_l(y)ᵀV) / φ_l(x)φ_l(y)ᵀ1, every
-far term over all keys. `normalizer="joint"`: one denominator, exact scores inside the band and φ(x)ᵀφ(y) outside it;
-the same as softmax once the band covers the input. w₁, w₂ₗ > 0 are learned per head.
+`normalizer="separate"`, as in the paper: w₁ · softmax(band_W(xyᵀ)) V + Σ_l w₂ₗ · φ_l(x)(φ_l(y)ᵀV) / φ_l(x)φ_l(y)ᵀ1,
+where the far terms cover all keys. `normalizer="joint"`: exact scores inside the band and φ(x)ᵀφ(y) outside it share
+one denominator, which equals softmax if the band covers the input. w₁, w₂ₗ > 0 are learned per head.
 
 Nguyen et al., "FMMformer: Efficient and Flexible Transformer via Decomposed Near-field and Far-field Attention",
 NeurIPS 2021.
@@ -31,16 +31,16 @@ from .registry import mechanism_class, register_mechanism, resolve_config
 class FmmConfig(MechanismConfig):
     """Options of "fmm"."""
 
-    bandwidth: int = option(64, "Keys at this distance or less are in the near field, which is exact.")
+    bandwidth: int = option(64, "Window size of the exact near field: keys at most this many positions away.")
     far: tuple[str | MechanismConfig, ...] = option(
         ("favor+",),
-        "Linear mechanisms of the far field, by name or config, one or more; the paper uses elu, elu-, tanh.",
+        "Linear mechanisms of the far field, one or more names or configs; the paper uses elu, elu- and tanh.",
     )
     normalizer: Literal["separate", "joint"] = option(
-        "joint", "joint: one denominator for near and far field; separate: each has its own, as in the paper."
+        "joint", "joint: near and far field share one denominator; separate: each has its own, as in the paper."
     )
     global_tokens: int = option(
-        1, "Number of tokens at the start of a sequence (and at its end, unless causal) that see and are seen by all."
+        1, "Number of global tokens at the start of a sequence (and at its end, unless causal), as in Longformer."
     )
 
     def __post_init__(self) -> None:
@@ -49,16 +49,16 @@ class FmmConfig(MechanismConfig):
         super().__post_init__()
         check_at_least(self, 0, "bandwidth", "global_tokens")
         if not self.far:
-            raise ValueError("far must name at least one feature map; for the near field alone use 'band'.")
+            raise ValueError("far is empty; give a linear mechanism, or use 'band' for the near field alone.")
         for far in self.far:
             if not issubclass(mechanism_class(resolve_config(far)), LinearMechanism):
-                raise ValueError(f"far takes linear mechanisms such as 'favor+', 'elu', 'hedgehog', not {far!r}.")
+                raise ValueError(f"far must be linear mechanisms such as 'favor+', 'elu' or 'hedgehog', not {far!r}.")
 
 
 @dataclass
 class FmmState(State):
-    """The window of the near field, and the sums of each far field: over all keys, or if joint over those that have
-    left the window.
+    """The window of the near field, and the sums of each far field: over all keys, or over those that have left the
+    window if the normalizer is joint.
     """
 
     window: Window
@@ -76,10 +76,10 @@ class FmmAttention(NearField):
         signed = [m.config.name for m in self.far if not m.feature_map.positive]
         if config.normalizer == "joint" and signed:
             raise ValueError(
-                f"normalizer='joint' needs positive feature maps; {signed[0]!r} is signed here. Choose "
-                "normalizer='separate', or another far field."
+                f"normalizer='joint' needs positive feature maps, but the features of {signed[0]!r} are signed. Choose "
+                "normalizer='separate' or another far field."
             )
-        self.log_weights = nn.Parameter(torch.empty(self.num_heads, 1 + len(far)))  # near and each far
+        self.log_weights = nn.Parameter(torch.empty(self.num_heads, 1 + len(far)))  # near field, then far fields
         self.reset_parameters()
 
     def attend(self, q, k, v, *, scale, key_mask, causal, segments):
@@ -107,7 +107,7 @@ class FmmAttention(NearField):
         return self.with_global_rows(out, q, k, v, scale, None, causal, part)
 
     def _sum(self, near: Tensor, fars: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Separate terms, each with a denominator of its own."""
+        """Weighted sum of terms that each have their own denominator."""
         exact = torch.promote_types(dtype, torch.float32)
         weights = self.log_weights.to(exact).exp()[:, :, None, None]  # [H, terms, 1, 1]
         total = near.to(exact) * weights[:, 0]
@@ -116,7 +116,7 @@ class FmmAttention(NearField):
         return total.to(dtype)
 
     def _merge(self, near: tuple[Tensor, Tensor], fars: list[list[tuple[Tensor, Tensor]]], dtype) -> Tensor:
-        """One denominator for all."""
+        """Merge all terms under one denominator."""
         weighted = []
         for number, parts in enumerate([[near], *fars]):
             for out, lse in parts:
@@ -124,7 +124,7 @@ class FmmAttention(NearField):
         return merge(*weighted)[0].to(dtype)
 
     def _far_field(self, far, q, k, v, *, scale, key_mask, causal, segments) -> list[tuple[Tensor, Tensor]]:
-        """What a far field says of the keys outside the band that are not global: of those before and those after."""
+        """Far field over the keys outside the band that are not global: those before it and, unless causal, after."""
         count, length = self.config.global_tokens, k.shape[2]
         key_mask = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         if count:
@@ -137,9 +137,9 @@ class FmmAttention(NearField):
         return parts
 
     def _keys_before(self, far, q, k, v, scale, key_mask, segments) -> tuple[Tensor, Tensor]:
-        """Causal attention to the keys that lie more than the bandwidth behind: to keys that come so much later."""
+        """Attention to the keys more than a bandwidth before each query: causal attention to keys shifted by that."""
         length, lag = k.shape[2], self.config.bandwidth + 1
-        if not traced():  # to a compiler, whether the band is longer than the sequence would make two programs
+        if not traced():  # a compiler would need two graphs, one for sequences shorter than the band
             lag = min(lag, length)
         k, v = (F.pad(x, (0, 0, lag, 0))[:, :, :length] for x in (k, v))
         key_mask = F.pad(key_mask, (lag, 0))[:, :length]
@@ -199,7 +199,7 @@ class FmmAttention(NearField):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Separate terms start as an equal blend; a joint denominator starts as softmax has it."""
+        """Weights start equal: with sum 1 if the terms are separate, at 1 if they share a denominator."""
         share = 1.0 if self.config.normalizer == "joint" else 1 / self.log_weights.shape[1]
         self.log_weights.fill_(math.log(share))
 

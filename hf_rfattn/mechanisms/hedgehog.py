@@ -1,7 +1,6 @@
-"""Hedgehog: a learned feature map per head that starts spiky, like softmax, and is taught to imitate it.
+"""Hedgehog: linear attention with a feature map per head that is trained to imitate softmax.
 
-φ(x) = [softmax(Wx + b), softmax(-Wx - b)], W starting at the identity, with parameters of their own for queries and for
-keys.
+φ(x) = [softmax(Wx + b), softmax(-Wx - b)]. W starts at the identity; queries and keys have separate parameters.
 
 Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry", ICLR 2024.
 """
@@ -19,7 +18,7 @@ from .registry import register_mechanism
 class HedgehogConfig(MechanismConfig):
     """Options of "hedgehog"."""
 
-    num_features: int | None = option(None, "Number of features M, an even number. Default: twice the head size.")
+    num_features: int | None = option(None, "Number of features M, which must be even. Default: twice the head size.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,7 @@ class LinearConfig(MechanismConfig):
     """Options of "linear"."""
 
     feature_map: Literal["elu", "elu-", "tanh"] = option(
-        "elu", "elu(x) + 1, elu(-x) + 1 or tanh(x). tanh is signed, so its denominator is guarded."
+        "elu", "elu(x) + 1, elu(-x) + 1 or tanh(x). tanh is signed, so its denominator is kept away from 0."
     )
 
 

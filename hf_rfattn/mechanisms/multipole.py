@@ -1,14 +1,14 @@
-"""Multipole attention: exact where keys matter, block means elsewhere; close to softmax without training.
+"""Multipole attention: exact for the keys that matter, block means for the rest; close to softmax without training.
 
 out_i = (Σ_{j chosen} exp(x_iᵀy_j) v_j + Σ_{b not chosen} n_b exp(x_iᵀȳ_b) v̄_b) / (the same without values), over blocks
 b of n_b keys with mean key ȳ_b and mean value v̄_b. A tile of queries, or each query if causal, chooses the blocks with
-the largest likely score x_iᵀȳ_b + 3 ‖x_i‖ r_b / √D, where r_b is the root mean square distance of the keys to ȳ_b. The
-fast multipole method, with distance in content. Greengard and Rokhlin (1987), "A fast algorithm for particle
-simulations".
+the largest likely score x_iᵀȳ_b + 3 ‖x_i‖ r_b / √D, where r_b is the root mean square distance of the keys to ȳ_b.
+This is the fast multipole method with distance measured by content. Greengard and Rokhlin (1987), "A fast algorithm for
+particle simulations".
 
 Causal attention keeps all keys and values, as softmax does, and their sums over each block. Generating a token reads
-the sums and the exact keys only. Several tokens at once (prefill) score all keys, which takes longer than softmax at
-every length measured, up to 16,384 tokens.
+only the sums and the exact keys. Prefill (several tokens at once) scores all keys, which is slower than softmax at all
+measured lengths, up to 16,384 tokens.
 """
 
 from collections.abc import Iterator
@@ -30,15 +30,15 @@ from .base import Mechanism
 from .config import MechanismConfig, check_at_least, option
 from .registry import register_mechanism
 
-# Longest input, keys a block and queries a tile: measured, see the error and the speed of each in the tables.
+# (longest input, keys per block, queries per tile), chosen by measured error and speed.
 BY_LENGTH = ((512, 8, 16), (4096, 16, 32))
 LONGER = (32, 64)
 CAUSAL_BLOCK = 8
-LOCAL = 8  # one part in so many of the exact keys of a causal query comes before it
+LOCAL = 8  # 1/8 of the exact keys of a causal query are the keys directly before it
 
 
 def block_and_tile(length: int) -> tuple[int, int]:
-    """Keys a block and queries a tile, by default, of a bidirectional input of so many tokens."""
+    """Default (keys per block, queries per tile) of bidirectional attention over `length` tokens."""
     return next(((block, tile) for longest, block, tile in BY_LENGTH if length <= longest), LONGER)
 
 
@@ -46,15 +46,15 @@ def block_and_tile(length: int) -> tuple[int, int]:
 class MultipoleConfig(MechanismConfig):
     """Options of "multipole"."""
 
-    exact_keys: int = option(128, "Number of exact keys of each query. Inputs up to this length get softmax attention.")
-    block: int | None = option(None, "Number of keys summarised by one mean. Default: by length, less if short.")
+    exact_keys: int = option(128, "Number of exact keys per query. Inputs up to this length use softmax attention.")
+    block: int | None = option(None, "Number of keys per block. Default: chosen by sequence length, 8 if causal.")
     tile: int | None = option(
-        None, "Number of queries that choose blocks together, a multiple of 4; not used if causal. Default: by length."
+        None, "Number of queries that choose blocks together, a multiple of 4. Default: by length. Unused if causal."
     )
-    global_tokens: int = option(1, "Number of tokens at the start of a sequence that see and are seen by all.")
+    global_tokens: int = option(1, "Number of global tokens at the start of a sequence, as in Longformer.")
     order: Literal["auto", "position", "content"] = option(
         "auto",
-        "Order of tokens in blocks and tiles, unless causal; auto decides for each head by its q and k.",
+        "Order of tokens in blocks and tiles; auto chooses it for each head by its q and k. Unused if causal.",
     )
 
     def __post_init__(self) -> None:
@@ -67,8 +67,8 @@ class MultipoleConfig(MechanismConfig):
         largest = max(c for _, c, _ in BY_LENGTH) if self.block is None else self.block
         if self.exact_keys < largest * (2 + -(-self.global_tokens // largest)):
             raise ValueError(
-                f"exact_keys={self.exact_keys} must be at least two blocks of {largest} keys and those of "
-                f"global_tokens={self.global_tokens}; choose more, or a smaller block."
+                f"exact_keys={self.exact_keys} is too small: it must cover two blocks of {largest} keys and the blocks "
+                f"of global_tokens={self.global_tokens}. Choose more exact_keys or a smaller block."
             )
 
 
@@ -128,7 +128,7 @@ class MultipoleAttention(Mechanism):
         return self.config.block is None or self.config.tile is None
 
     def _sizes_by_length(self, key_mask: Tensor) -> Iterator[tuple[Tensor, Sizes]]:
-        """Rows of a batch, and sizes for them: sequences get those that they would get alone."""
+        """Group the rows of a batch by length, so that padding does not change the sizes that a sequence gets."""
         count = key_mask.sum(1)
         kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=key_mask.device))
         for kind in kinds.unique().tolist():
@@ -136,7 +136,7 @@ class MultipoleAttention(Mechanism):
             yield rows, self._sizes(int(count[rows].max()))
 
     def _sizes(self, length: int) -> Sizes:
-        """For a sequence of so many keys."""
+        """Sizes for a sequence of `length` keys."""
         config = self.config
         block, tile = block_and_tile(length)
         block, tile = config.block or block, config.tile or tile
@@ -169,7 +169,7 @@ class MultipoleAttention(Mechanism):
         return weights
 
     def _dense(self, x: Tensor, y: Tensor, seen: Tensor, causal: bool) -> Tensor:
-        """Of one sequence."""
+        """Dense weights of one sequence."""
         if not causal:
             sizes = self._sizes(int(seen.sum()))
             return multipole_weights(x, y, sizes, self.config.order, seen, self.config.global_tokens)

@@ -1,6 +1,7 @@
-"""What result documents and cards call the attention of a model.
+"""Names of attention in result documents and model cards.
 
-Documents hold "softmax", that of a mechanism (`MechanismConfig.to_dict`), or `{"layers": {"0-5": either, ...}}`.
+An attention document is "softmax", the dict of a mechanism (`MechanismConfig.to_dict`), or `{"layers": {"0-5": ...}}`
+with one of them per range of layers.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from .registry import resolve_config
 
 
 def full_config(config: Any) -> Any:
-    """A mechanism's document with its defaults; one that is registered nowhere stays as it is."""
+    """Add the defaults to a mechanism's dict. The dict of an unregistered mechanism is returned unchanged."""
     try:
         document = resolve_config(config).to_dict()
     except ValueError:
@@ -20,7 +21,7 @@ def full_config(config: Any) -> Any:
 
 
 def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
-    """The document of every mechanism in an attention document, defaults spelt out, those inside "far" last."""
+    """Return the dicts of all mechanisms in an attention document, with defaults; those inside "far" come last."""
     layered = isinstance(attention, Mapping) and "layers" in attention
     full = [full_config(config) for config in (attention["layers"].values() if layered else [attention])]
     far = [part for config in full if isinstance(config, Mapping) for part in config.get("far", ())]
@@ -28,7 +29,7 @@ def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
 
 
 def mechanism_names_in(attention: Any) -> list[str]:
-    """The names of the mechanisms in an attention document, each once; none for softmax.
+    """Return the names of the mechanisms in the attention of a result document, each once; none for softmax.
 
     >>> mechanism_names_in({"mechanism": "fmm", "far": ["elu"]}), mechanism_names_in("softmax")
     (['fmm', 'linear'], [])
@@ -37,7 +38,7 @@ def mechanism_names_in(attention: Any) -> list[str]:
 
 
 def attention_label(attention: Any) -> str:
-    """A short name for an attention document, for tables: mechanisms and the options that are not the default.
+    """Return a short name for the attention of a result document: its mechanisms and their non-default options.
 
     >>> attention_label({"mechanism": "favor+", "num_features": 64, "antithetic": False})
     'favor+, num_features=64'

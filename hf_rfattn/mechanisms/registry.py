@@ -1,4 +1,4 @@
-"""Which mechanisms there are, and how a name, a config or a document becomes one of them."""
+"""Registry of mechanisms, and construction of a mechanism from a name, a config or a JSON document."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from .base import Mechanism
 from .config import MechanismConfig, check_nesting, check_options, describe_options, did_you_mean
 
 _REGISTRY: dict[str, tuple[type[MechanismConfig], type[Mechanism]]] = {}
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}  # the name it stands for, and the options it sets
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}  # alias: (name, options)
 
 
 def register_mechanism(
@@ -19,15 +19,15 @@ def register_mechanism(
     module: type[Mechanism],
     aliases: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Make a mechanism known under `name`; `aliases` maps other names to options preset for them.
+    """Register a mechanism under `name`. `aliases` maps other names to options preset for them.
 
-    A third party calls this in its own file; `patch_model`, `build_mechanism`, the command line and the test suite
-    then know it.
+    Call this in the file that defines the mechanism, also in packages of your own. `patch_model`, `build_mechanism`,
+    the command line and the test suite then find it.
     """
     for given in [name, *(aliases or {})]:
         known = _REGISTRY.get(_ALIASES.get(given, (given, {}))[0])
         if known and known[1].__qualname__ != module.__qualname__:
-            raise ValueError(f"A mechanism named {given!r} is registered already; choose another name.")
+            raise ValueError(f"A mechanism named {given!r} is already registered; choose another name.")
     if not (dataclasses.is_dataclass(config) and issubclass(config, MechanismConfig)):
         raise ValueError(f"The config of {name!r} must be a frozen dataclass derived from MechanismConfig.")
     config.name = name
@@ -38,12 +38,12 @@ def register_mechanism(
 
 
 def mechanism_names() -> list[str]:
-    """Names of all registered mechanisms, without aliases."""
+    """Return the names of all registered mechanisms, without aliases."""
     return sorted(_REGISTRY)
 
 
 def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Every alias with the name it stands for and the options it sets.
+    """Return a dict from each alias to the name of its mechanism and the options it sets.
 
     >>> mechanism_aliases()["elu-"]
     ('linear', {'feature_map': 'elu-'})
@@ -52,12 +52,12 @@ def mechanism_aliases() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def mechanism_title(config: type[MechanismConfig]) -> str:
-    """The first line of the file that defines a mechanism."""
+    """Return the first line of the docstring of the file that defines a mechanism."""
     return (sys.modules[config.__module__].__doc__ or "").strip().partition("\n")[0]
 
 
 def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
-    """The module class registered for a config."""
+    """Return the module class registered for a config."""
     registered, module = _REGISTRY.get(getattr(config, "name", ""), (None, Mechanism))
     if registered is not type(config):
         raise ValueError(f"{type(config).__name__} is not registered; call register_mechanism first.")
@@ -65,7 +65,7 @@ def mechanism_class(config: MechanismConfig) -> type[Mechanism]:
 
 
 def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **options: Any) -> MechanismConfig:
-    """The config meant by a name, a config, or a document from `MechanismConfig.to_dict`, with options on top.
+    """Return the config for a name, a config, or a dict from `MechanismConfig.to_dict`. `options` override its fields.
 
     >>> resolve_config("performer", num_features=32).num_features
     32
@@ -78,17 +78,17 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
         document = dict(attention)
         name = document.pop("mechanism", None)
         if not isinstance(name, str):
-            raise ValueError(f"A document must name its mechanism under 'mechanism'; this one has {sorted(attention)}.")
+            raise ValueError(f"The config has no key 'mechanism' with a name; its keys are {sorted(attention)}.")
         return resolve_config(name, **{k: _restored(v) for k, v in document.items()}, **options)
     if not isinstance(attention, str):
-        raise ValueError(f"attention must be a name or a config, not {attention!r}.")
+        raise ValueError(f"attention must be a name, a config or a dict, not {attention!r}.")
     key = attention.lower()
     name, preset = _ALIASES.get(key, (key, {}))
     if name not in _REGISTRY:
         known = sorted(_REGISTRY) + sorted(_ALIASES)
         raise ValueError(
             f"Unknown attention {attention!r}{did_you_mean(key, known)}; known: {', '.join(known)}. "
-            "If it comes from another package, import the package that registers it first."
+            "If another package defines it, import that package first."
         )
     config = _REGISTRY[name][0]
     options = {**preset, **options}
@@ -97,7 +97,7 @@ def resolve_config(attention: "str | MechanismConfig | Mapping[str, Any]", **opt
 
 
 def parse_attention(attention: str, assignments: Iterable[str]) -> MechanismConfig:
-    """The config of a mechanism with options NAME=VALUE, values in JSON or plain text.
+    """Return the config of a mechanism with options NAME=VALUE, where VALUE is JSON or plain text.
 
     >>> parse_attention("fmm", ["bandwidth=8", "normalizer=joint"]).bandwidth
     8
@@ -106,9 +106,9 @@ def parse_attention(attention: str, assignments: Iterable[str]) -> MechanismConf
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            raise ValueError(f"{assignment!r} is not an option; write NAME=VALUE, for example num_features=128.")
+            raise ValueError(f"Cannot parse the option {assignment!r}; write NAME=VALUE, for example num_features=128.")
         if name in document:
-            raise ValueError(f"{name!r} is given twice.")
+            raise ValueError(f"The option {name!r} is given twice.")
         try:
             document[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -132,12 +132,11 @@ def build_mechanism(
     seed: int = 0,
     **options: Any,
 ) -> Mechanism:
-    """Build one mechanism, usable without transformers.
+    """Build one mechanism, for use without transformers.
 
-    `attention`: a name, a config, or a document from `MechanismConfig.to_dict`. `num_kv_heads`: fewer than `num_heads`
-    for grouped queries. `layer_idx` and `seed`: of the random draw.
-
-    Further keywords are options of the mechanism.
+    `attention`: a name, a config, or a dict from `MechanismConfig.to_dict`. `num_kv_heads`: number of key and value
+    heads, `num_heads` by default; fewer for grouped-query attention. `layer_idx` and `seed`: seeds of the random
+    projections. `options`: options of the mechanism.
 
     >>> import torch
     >>> mechanism = build_mechanism("favor+", num_heads=2, head_dim=8, num_features=16)
@@ -148,7 +147,7 @@ def build_mechanism(
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     for name, value in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads)):
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive whole number, not {value!r}.")
+            raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}.")
     config = resolve_config(attention, **options)

@@ -1,4 +1,4 @@
-"""Random Fourier feature attention: a shift-invariant kernel of queries and keys by Bochner's theorem.
+"""Random Fourier feature attention: an estimate of a shift-invariant kernel by Bochner's theorem.
 
 φ(x) = R^(-1/2) [sin ωᵀx, cos ωᵀx], so that E φ(x)ᵀφ(y) = K(x - y); for the Gaussian, exp(xᵀy) = exp(|x|²/2)
 exp(|y|²/2) K(x - y).
@@ -24,22 +24,22 @@ class RffConfig(MechanismConfig):
     num_features: int | None = option(None, "Number of random features M. Default: the head size.")
     kernel: Literal["gaussian", "laplace", "cauchy"] = option("gaussian", "Shift-invariant kernel of queries and keys.")
     projection: Projection | None = option(
-        None, "How frequencies are drawn. Default: orthogonal for the Gaussian kernel, iid for the others."
+        None, "How the frequencies are drawn. Default: orthogonal for the Gaussian kernel, iid for the others."
     )
     hadamard_blocks: int = option(3, "Number of factors H·D in a Hadamard projection.")
     form: Literal["sincos", "cos"] = option("sincos", "Pairs of sine and cosine, or cosines with a random phase.")
     normalize_qk: bool = option(
-        True, "Normalise queries and keys to length 1, with a learned temperature. Without it the error is large."
+        True, "Normalise queries and keys to unit length, with a learned temperature. False gives large errors."
     )
-    redraw_interval: int | None = option(None, "Optimizer steps between new draws; null keeps the first draw.")
+    redraw_interval: int | None = option(None, "Redraw frequencies after this many optimizer steps. Default: never.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "num_features", "hadamard_blocks", "redraw_interval")
         if self.kernel != "gaussian" and self.projection not in (None, "iid"):
             raise ValueError(
-                f"The frequencies of the {self.kernel} kernel are independent by coordinate: projection must be "
-                f"'iid', not {self.projection!r}."
+                f"projection={self.projection!r} is only possible with kernel='gaussian'; kernel={self.kernel!r} needs "
+                "projection='iid'."
             )
 
 

@@ -1,8 +1,8 @@
-"""Gradients that keep the inputs alone: what lies between is computed again in backward.
+"""Recomputation in backward: only the inputs are saved, and intermediate results are computed again.
 
-Functions that are differentiated here are pure: they read nothing but their arguments, so gradients flow to the tensors
-that forward was given, whatever has become of the module they came from. Arguments may hold tensors at any depth of
-tuples.
+Functions differentiated here must be pure, that is, read nothing but their arguments. Gradients then flow to the
+tensors that forward received, even if the module that owned them has changed since. Arguments may be nested tuples of
+tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from .tiles import traced
 
 
 def differentiate(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Apply a function with a backward of its own, which gets `(spec, *leaves)` for the arguments; None if autograd
-    does not ask for it, or has to look into it.
+    """Apply an autograd function, which receives `(spec, *leaves)` for the arguments. Returns None if no gradient is
+    needed, or if the computation is traced and autograd must see its operations.
     """
     if traced() or not torch.is_grad_enabled():
         return None
@@ -27,9 +27,9 @@ def differentiate(function: type[torch.autograd.Function], *arguments: Any) -> A
 
 
 def recompute(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, keeping only the arguments for backward.
+    """Compute `function(*arguments)` and save only the arguments for backward.
 
-    The function is pure, and returns a tensor or a tuple of tensors.
+    The function must be pure and return a tensor or a tuple of tensors.
 
     >>> weight, x = torch.tensor(3.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     >>> y = recompute(lambda weight, x: weight * x.exp(), weight, x)
@@ -56,23 +56,23 @@ class _Recompute(torch.autograd.Function):
 
 
 def keep(ctx: Any, spec: TreeSpec, leaves: Sequence[Any], *results: Tensor) -> None:
-    """Save the arguments of a function, and tensors of its own making, for backward."""
+    """Save the arguments and some results of a function for backward."""
     ctx.spec, ctx.count = spec, len(leaves)
     ctx.others = [None if isinstance(x, Tensor) else x for x in leaves]
     ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves), *results)
 
 
 def kept(ctx: Any) -> tuple[Any, list[Tensor]]:
-    """The arguments and the tensors that `keep` saved."""
+    """Return the arguments and the results that `keep` saved."""
     saved = ctx.saved_tensors
     leaves = [b if a is None else a for a, b in zip(saved[: ctx.count], ctx.others, strict=True)]
     return tree_unflatten(leaves, ctx.spec), list(saved[ctx.count :])
 
 
 def gradients_of(function: Callable[..., Any], arguments: Any, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of a function's outputs taken back to the leaves of its arguments, None where none is needed.
+    """Backpropagate gradients of a function's outputs to the leaves of its arguments; None where none is needed.
 
-    Where autograd makes a graph of backward (`create_graph=True`), they can be differentiated again.
+    If autograd builds a graph of the backward pass (`create_graph=True`), the results can be differentiated again.
     """
     graph = torch.is_grad_enabled()
     leaves, spec = tree_flatten(arguments)

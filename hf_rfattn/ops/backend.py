@@ -1,9 +1,9 @@
-"""Which kernels the operators use: plain torch operations, or fused kernels on a GPU (`ops.fused`).
+"""Choice of kernels: plain torch operations, or fused kernels on a GPU (`ops.fused`).
 
-`auto`, the default, takes the fused form of an operator where the device is a GPU, the kernels are installed and
-support the call, and a comparison with the torch path on that device has passed. It runs at the first use of an
-operator with a given dtype and head size, on small random inputs: outputs and gradients. `torch` never takes the fused
-form; `fused` takes it without the comparison.
+`auto`, the default, uses the fused kernel of an operator if the device is a GPU, the kernel is installed and supports
+the call, and it agrees with the torch path on that device. This check compares outputs and gradients on small random
+inputs, at the first use of an operator with a given dtype and head size. `torch` never uses fused kernels; `fused` uses
+them without the check.
 """
 
 import os
@@ -17,22 +17,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..install import install_command
 from .tiles import traced
 
 BACKENDS = ("auto", "torch", "fused")
 OPERATORS = ("linear", "causal", "band", "multipole", "causal multipole")
-DEVICES = ("cuda",)  # what torch calls GPUs of both NVIDIA and AMD
-SMALLEST_HEAD = 16  # of products on tensor cores
-CHECK_LENGTH = 160  # tokens of the inputs of a check: more than a block of FlexAttention
+DEVICES = ("cuda",)  # torch's name for GPUs of both NVIDIA and AMD
+SMALLEST_HEAD = 16  # smallest matrix size of tensor cores
+CHECK_LENGTH = 160  # sequence length in checks, more than one block of FlexAttention
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.05, torch.float16: 0.05}  # relative; half precision rounds features
 
-checks: dict[tuple[Any, ...], str | None] = {}  # (operator, device, dtype, head sizes): None if passed, or what failed
-decisions: dict[str, str | None] = {}  # of the last call of each operator on a GPU: None for fused, or why not
+checks: dict[tuple[Any, ...], str | None] = {}  # (operator, device, dtype, head sizes): None if passed, or the failure
+decisions: dict[str, str | None] = {}  # last call of each operator on a GPU: None for fused, or the reason why not
 
 
 def set_backend(name: str) -> None:
-    """Choose the kernels of all operators: "auto", "torch" or "fused"; the environment variable HF_RFATTN_BACKEND sets
-    the default.
+    """Choose the kernels of all operators: "auto", "torch" or "fused".
+
+    "auto" uses fused GPU kernels where they are available and pass a check; "torch" uses plain torch operations;
+    "fused" skips the check. The environment variable HF_RFATTN_BACKEND sets the initial value.
 
     >>> set_backend("torch")
     >>> set_backend("auto")
@@ -44,7 +47,7 @@ def set_backend(name: str) -> None:
 
 
 def get_backend() -> str:
-    """The backend in use: "auto", "torch" or "fused"."""
+    """Return the backend in use: "auto", "torch" or "fused"."""
     return _backend
 
 
@@ -54,7 +57,7 @@ set_backend(os.environ.get("HF_RFATTN_BACKEND", "auto"))
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """A backend for the duration of a block."""
+    """Context manager that uses a backend."""
     before = get_backend()
     set_backend(name)
     try:
@@ -64,20 +67,20 @@ def using(name: str) -> Iterator[None]:
 
 
 def missing(operator: str) -> str | None:
-    """Why the fused form of an operator cannot run in this installation; None if it can."""
+    """Return why the fused kernel of an operator cannot run in this installation, or None if it can."""
     if torch.__version__ < "2.13":
         return f"torch {torch.__version__} is older than 2.13"
     if find_spec("triton") is None:
-        return "triton is not installed; it comes with torch for GPUs"
+        return "triton is not installed; it comes with GPU builds of torch"
     if operator == "causal" and find_spec("fla") is None:
-        return "flash-linear-attention is not installed: pip install 'hf-rfattn[gpu]'"
+        return f"flash-linear-attention is not installed; run {install_command('gpu')}"
     return None
 
 
 def fused(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...], problem: str | None = None) -> bool:
-    """Whether `function(*arguments)`, an operator whose first arguments are q, k and v on a GPU, runs on fused kernels.
+    """Whether to run the operator `function(*arguments)`, whose first arguments are q, k and v on a GPU, fused.
 
-    `problem` is what the caller already knows to be unsupported.
+    `problem`: a reason why not that the caller already knows.
     """
     q, _, v = arguments[:3]
     if _backend == "torch":
@@ -85,7 +88,7 @@ def fused(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...
     if problem is None and q.dtype not in TOLERANCE:
         problem = f"{q.dtype} is not supported"
     if problem is None and min(q.shape[3], v.shape[3]) < SMALLEST_HEAD:
-        problem = f"heads are smaller than {SMALLEST_HEAD}"
+        problem = f"the head size is below {SMALLEST_HEAD}"
     if problem is None and not torch.compiler.is_compiling() and traced():
         problem = "transforms of torch.func need plain operations"
     problem = problem or missing(operator)
@@ -93,7 +96,7 @@ def fused(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...
         key = operator, str(q.device), q.dtype, q.shape[3], v.shape[3]
         if key not in checks:
             if traced():
-                return False  # comparisons run outside of compiled code
+                return False  # the check cannot run inside compiled code
             checks[key] = _compare(operator, function, arguments)
         problem = checks[key]
     if not traced():
@@ -102,7 +105,7 @@ def fused(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...
 
 
 def _compare(operator: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
-    """Run both forms on small random inputs; None if they agree, else what went wrong, which is warned of too."""
+    """Compare both implementations on small random inputs. Returns None if they agree; else warns and returns why."""
     q = arguments[0]
     try:
         with using("fused"):
@@ -113,18 +116,18 @@ def _compare(operator: str, function: Callable[..., Any], arguments: tuple[Any, 
         if error <= TOLERANCE[q.dtype]:
             return None
         failure = f"it differs from the torch path by {error:.3g}, relative to the norm"
-    except Exception as raised:  # whatever a compiler or a driver may raise: the torch path works
+    except Exception as raised:  # compilers and drivers raise many kinds; the torch path still works
         failure = f"{type(raised).__name__}: {str(raised).strip()[:300]}"
     warnings.warn(
-        f"The fused kernel of {operator!r} failed its check on {q.device} in {q.dtype}: {failure}. The torch path is "
-        "used instead, which is correct but slower. Please report this with the output of `hf-rfattn doctor`.",
+        f"The fused kernel of {operator!r} failed its check on {q.device} in {q.dtype}: {failure}. Using the torch "
+        "path, which is correct but slower. Please report this with the output of `hf-rfattn doctor`.",
         stacklevel=4,
     )
     return failure
 
 
 def _outputs_and_gradients(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
-    """Of the operator on random tokens in place of those given, and a mask in place of the one given."""
+    """Outputs and gradients of the operator with random tokens and a padding mask in place of the given ones."""
     with torch.inference_mode(False), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
 

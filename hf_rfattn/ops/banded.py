@@ -1,7 +1,7 @@
-"""Exact softmax attention where it is cheap: within a band around the diagonal, and to and from a few global tokens.
+"""Exact softmax attention within a band around the diagonal, and to and from a few global tokens.
 
-Both are linear in L. A band never becomes a dense masked matrix: queries come in tiles, each with the keys of its own
-and the neighbouring tiles that the band reaches into.
+Both are linear in L. A band is not computed as a dense masked matrix: queries are split into tiles, and each tile
+attends to its own keys and to those of the neighbouring tiles within the band.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .masks import global_keys, positions_of
 from .softmax import attend, merge, softmax_of_scores
 from .tiles import block_size, from_tiles, into_tiles, traced, traced_filling, windows
 
-TILES = (32, 64, 128)  # positions a tile: small ones waste little of a narrow band
+TILES = (32, 64, 128)  # tile sizes; small tiles waste less work for a narrow band
 
 
 def banded_attention(
@@ -35,9 +35,10 @@ def banded_attention(
 ) -> tuple[Tensor, Tensor]:
     """out_i = Σ_{|i-j|≤W} exp(scale · q_iᵀk_j - lse_i) v_j, `[B, H, Lq, Dv]`, and lse `[B, H, Lq, 1]`, W = `bandwidth`.
 
-    Keys `[B, Hkv, Lk, D]` and values `[B, Hkv, Lk, Dv]` may be more than queries `[B, H, Lq, D]`: the last query stands
-    at the last key. `key_mask` `[B, Lk]`: True for keys that exist. `segments` `[B, L]`: numbers of packed sequences. A
-    query that sees no key has out = 0 and lse = -inf. O(Lq · bandwidth · D) time, O(L · D) memory.
+    There may be more keys `[B, Hkv, Lk, D]` and values `[B, Hkv, Lk, Dv]` than queries `[B, H, Lq, D]`; the last query
+    is aligned with the last key. `key_mask` `[B, Lk]`: True for keys that are not padding. `segments` `[B, L]`: index
+    of the packed sequence of each token. A query that sees no key has out = 0 and lse = -inf. O(Lq · bandwidth · D)
+    time, O(L · D) memory.
     """
     this = partial(banded_attention, bandwidth=bandwidth, scale=scale, causal=causal)
     if q.device.type in backend.DEVICES and backend.fused("band", this, (q, k, v)):
@@ -45,7 +46,7 @@ def banded_attention(
     for size in TILES:
         if bandwidth <= size:
             break
-    if not traced():  # a compiler would have to compile again for another length
+    if not traced():  # in compiled code, sizes that depend on the length would cause recompilation
         size, bandwidth = min(size, q.shape[2]), min(bandwidth, k.shape[2])
     left = -(-bandwidth // size) * size
     band = _Band(bandwidth, scale, causal, size, left, 0 if causal else left, k.shape[2] - q.shape[2])
@@ -55,7 +56,7 @@ def banded_attention(
 
 
 class _Band(NamedTuple):
-    """A band in tiles of `size` positions, with the keys of the tiles that it reaches into on both sides."""
+    """A band in tiles of `size` positions, with the keys on both sides of a tile that the band covers."""
 
     bandwidth: int
     scale: float
@@ -63,7 +64,7 @@ class _Band(NamedTuple):
     size: int
     left: int  # keys before a tile
     right: int  # keys after a tile
-    ahead: int  # the first query stands at this key
+    ahead: int  # position of the first query among the keys
 
 
 def _attention(q, k, v, band, key_mask, segments) -> tuple[Tensor, Tensor]:
@@ -75,9 +76,9 @@ def _attention(q, k, v, band, key_mask, segments) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(q, k, v, band: _Band, key_mask, segments) -> list[tuple[slice, slice, tuple[Any, ...]]]:
-    """Queries in blocks of whole tiles with the keys that they need: where both are, and arguments of `_attend_block`.
+    """Split queries into blocks of whole tiles: their positions, those of their keys, and `_attend_block` arguments.
 
-    For compilers there is one block.
+    Traced code uses one block.
     """
     length, k_length = q.shape[2], k.shape[2]
     step = block_size(q, band.left + band.size + band.right, least=band.size, multiple=band.size)
@@ -96,7 +97,7 @@ def _blocks(q, k, v, band: _Band, key_mask, segments) -> list[tuple[slice, slice
 
 
 def _attend_block(q, k, v, band: _Band, key_mask, segments) -> tuple[Tensor, Tensor]:
-    """Attention of all tiles at once, and its lse."""
+    """Attention of all tiles at once, and its log-sum-exp."""
     (heads, length), (kv_heads, k_length), size = q.shape[1:3], k.shape[1:3], band.size
     width, start = band.left + size + band.right, band.ahead - band.left
     count = length + traced_filling(size) if traced() else -(-length // size) * size
@@ -120,7 +121,7 @@ def _attend_block(q, k, v, band: _Band, key_mask, segments) -> tuple[Tensor, Ten
 
 
 class _BandedAttention(torch.autograd.Function):
-    """Scores of a block are computed again in backward."""
+    """Recomputes the scores of each block in backward."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, *leaves: Any) -> Any:
@@ -156,9 +157,9 @@ def global_attention(
     causal: bool = False,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query over the global keys of its sequence that lie outside the band, and its lse.
+    """Attention of every query over the global keys of its sequence outside the band, and its log-sum-exp.
 
-    There are at most `count` of them at each end of a sequence (`masks.global_keys`). O(L · count · D).
+    There are at most `count` global keys at each end of a sequence (`masks.global_keys`). O(L · count · D).
     """
     B, _, L, _ = q.shape
     chosen = global_keys(L, count, key_mask, causal, segments, q.device).expand(B, L)
@@ -168,7 +169,7 @@ def global_attention(
 
 
 def beyond_band(positions: Tensor, index: Tensor, bandwidth: int, causal: bool) -> Tensor:
-    """Which of the keys at `index` `[B, L or 1, N]`, -1 for none, queries at `positions` `[L]` see outside the band."""
+    """True where queries at `positions` `[L]` see the keys at `index` `[B, L or 1, N]` (-1: none) beyond the band."""
     distance = positions[None, :, None] - index
     present = (index >= 0) & (distance.abs() > bandwidth)
     return present & (distance >= 0) if causal else present
@@ -177,7 +178,7 @@ def beyond_band(positions: Tensor, index: Tensor, bandwidth: int, causal: bool) 
 def attend_to_chosen(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, present: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the keys at `index`: `[B, 1, N]`, or `[B, L, N]` for each query its own; and its lse."""
+    """Attention to the keys at `index`, `[B, 1, N]` or, per query, `[B, L, N]`; and its log-sum-exp."""
     (B, H, L, D), K, dtype = q.shape, k.shape[1], compute_dtype(q)
     flat = index.clamp(min=0).flatten(1)[:, None, :, None]
     y, u = (z.gather(2, flat.expand(-1, K, -1, z.shape[-1])).to(dtype) for z in (k, v))  # [B, K, L · N or N, E]
@@ -201,10 +202,10 @@ def with_global_rows(
     key_mask: Tensor | None = None,
     last: bool = True,
 ) -> Tensor:
-    """The same output `[B, H, L, D]`, with softmax over all keys in the rows of global tokens: the first `count` and,
-    unless `last` is False, the last. O(count · L · D).
+    """Replace the rows of global tokens in `out` `[B, H, L, D]` with softmax over all keys: the first `count` tokens
+    and, unless `last` is False, the last `count`. O(count · L · D).
 
-    For bidirectional attention: causal global tokens, at the start of a sequence, see hardly any others.
+    For bidirectional attention only: if causal, tokens at the start of a sequence see hardly any others.
     """
     B, H, L, D = out.shape
     dtype = compute_dtype(q)
@@ -221,8 +222,8 @@ def with_global_rows(
 
 @dataclass
 class Window(State):
-    """The near field of generation: the last W + 1 keys and values, and N slots for the first visible ones, which are
-    global.
+    """Generation state of a near field: the last W + 1 keys and values, and N slots for the first visible ones, which
+    are global.
     """
 
     keys: Tensor  # [B, Hkv, W + 1, D]
@@ -230,13 +231,13 @@ class Window(State):
     visible: Tensor  # [B, W + 1]
     global_keys: Tensor  # [B, Hkv, N, D]
     global_values: Tensor  # [B, Hkv, N, Dv]
-    global_at: Tensor  # [B, N], their positions, -1 for an empty slot
-    seen: Tensor  # [B, 1], positions so far
+    global_at: Tensor  # [B, N], positions of the global keys, -1 for an empty slot
+    seen: Tensor  # [B, 1], number of positions so far
     empty: ClassVar[dict[str, float]] = {"global_at": -1}
 
     @staticmethod
     def new(batch, heads, value_dim, head_dim, bandwidth, global_tokens, dtype, device) -> "Window":
-        """The empty window."""
+        """Create an empty window."""
         keys = torch.zeros(batch, heads, bandwidth + 1, head_dim, dtype=dtype, device=device)
         values = keys.new_zeros(batch, heads, bandwidth + 1, value_dim)
         visible = keys.new_zeros(batch, bandwidth + 1, dtype=torch.bool)
@@ -248,17 +249,17 @@ class Window(State):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor], "Window"]:
-        """Attention of new tokens to the near field, with its lse; what leaves the window by then, keys, values and
-        which of them a far field takes over; and the new window.
+        """Attention of new tokens to the near field. Returns (output, log-sum-exp), (keys, values, mask) of the tokens
+        that leave the window, where the mask is True for those that a far field must take over, and the new window.
 
-        New query i sees, through the far field, the first i + 1 of what leaves.
+        Through the far field, new query i sees the first i + 1 tokens that leave.
         """
         dtype, length, bandwidth = self.keys.dtype, k.shape[2], self.keys.shape[2] - 1
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         new = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         keys, values = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
         visible = torch.cat([self.visible, new], dim=1)
-        if length == 1:  # all but the first are in its band
+        if length == 1:  # all keys but the first are in the band
             bias = torch.where(visible[:, None, None, 1:], 0.0, -torch.inf)
             near = attend(q, keys[:, :, 1:], values[:, :, 1:], bias, scale)
         else:

@@ -1,18 +1,18 @@
-"""Linear attention where a query sees the keys before it and its own, in tiles of positions.
+"""Causal linear attention in tiles of positions.
 
-Pairs within a tile are computed one by one; all before it is read from the running sums S and z. Three offsets keep
-every number near one: the sums hold, *for each feature*, the largest log-feature they have seen, so that the feature
-that matters most to a query is never lost; inside a tile each key is scaled by its own largest log-feature c_j; and
-each query by the largest scale among the sums and keys it sees. Neither padding nor the future enters any of them. No
-epsilon anywhere. Offsets are constants to autograd: they cancel. Where the products of a query with all keys of its
-tile underflow nevertheless, a block is computed again in small tiles, with an offset for each pair.
+Scores within a tile are computed for each pair of tokens; everything before the tile is read from the running sums S
+and z. Three offsets keep all numbers near one. The sums are scaled, *per feature*, by the largest log-feature seen so
+far, so the feature that matters most to a query does not underflow. Inside a tile, each key is scaled by its largest
+log-feature c_j. Each query is scaled by the largest scale among the sums and keys it sees. Padding and future tokens do
+not affect the offsets, and no epsilon is added. Offsets cancel, so autograd treats them as constants. If the products
+of a query with all keys of its tile still underflow, the block is recomputed in small tiles with one offset per pair.
 
 Backward by hand: with d_i = Σ_{j≤i} φ(x_i)ᵀφ(y_j), weights P_ij = φ(x_i)ᵀφ(y_j) / d_i and g the gradient of out,
 
     ∂φ(x_i) = Σ_{j≤i} φ(y_j) e_ij / d_i,  ∂φ(y_j) = Σ_{i≥j} φ(x_i) e_ij / d_i,  e_ij = g_iᵀ(v_j - out_i) + ∂log d_i,
 
-and ∂v_j = Σ_{i≥j} P_ij g_i. Beyond a tile ∂φ(x) reads the running sums of forward, and ∂φ(y) and ∂v the gradient of
-those sums, which runs from the last tile to the first on the same scales.
+and ∂v_j = Σ_{i≥j} P_ij g_i. Outside of a tile, ∂φ(x) reads the running sums of forward, while ∂φ(y) and ∂v read the
+gradient of those sums, which accumulates from the last tile to the first on the same scales.
 """
 
 from functools import partial
@@ -29,9 +29,9 @@ from .linear import FeatureFunction, FeatureGradients, Features, Sums, filled, f
 from .softmax import exp_of_difference
 from .tiles import block_size, from_tiles, into_tiles, traced
 
-TILE = 64  # positions whose pairs are computed one by one
-TRACED_TILE = 128  # the same for compilers, which cannot loop over tiles: their sums meet each other in pairs
-EXACT_TILE = 8  # the same where each pair has an offset of its own, in which the features of all pairs are in memory
+TILE = 64  # positions per tile
+TRACED_TILE = 128  # in traced code, which combines the sums of tiles in pairs instead of a loop
+EXACT_TILE = 8  # with one offset per pair, which needs the features of all pairs in memory
 
 
 def causal_linear_attention(
@@ -45,12 +45,12 @@ def causal_linear_attention(
     sums: Sums | None = None,
 ) -> tuple[Tensor, Tensor, Sums]:
     """out_i = Σ_{j≤i} φ(x_i)ᵀφ(y_j) v_j / d_i, `[B, H, L, Dv]`; lse_i = log d_i, `[B, H, L, 1]`, with d_i = Σ_{j≤i}
-    φ(x_i)ᵀφ(y_j), -inf where that is no positive number; and the sums after the last key.
+    φ(x_i)ᵀφ(y_j), -inf where d_i is not positive; and the sums after the last key.
 
     Query i of q `[B, H, L, D]` sees the keys j ≤ i of k `[B, Hkv, L, D]` and v `[B, Hkv, L, Dv]` and those in `sums`.
-    `key_mask` `[B, L]`: True for keys that exist. `segments`: numbers of packed sequences, `[B, L]` of queries and of
-    keys, each contiguous; a query sees keys of its own number alone, and `sums` belong to the first. O(L · (TILE
-    · (M + D) + M · D)) time, O(L · D) memory.
+    `key_mask` `[B, L]`: True for keys that are not padding. `segments`: indices of packed sequences, `[B, L]` for
+    queries and for keys, each contiguous; a query only sees keys with its own index, and `sums` belong to the first
+    sequence. O(L · (TILE · (M + D) + M · D)) time, O(L · D) memory.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     if sums is None:
@@ -80,23 +80,23 @@ def _fused(arguments: tuple[Any, ...]) -> bool:
 
 
 def linear_multiply_adds(length: int, features: int, value_dim: int, causal: bool) -> int:
-    """Multiply-adds of linear attention for one head, features given: the sums, and pairs within tiles if causal."""
+    """Multiply-adds of linear attention for one head, without those of the features."""
     sums = 2 * length * features * (value_dim + 1)
     return sums + length * min(length, TILE) * (features + value_dim) if causal else sums
 
 
 class _Block(NamedTuple):
-    """Some rows that are computed at once."""
+    """Rows that are computed at once."""
 
     rows: slice
-    exact: bool  # with an offset for each pair
-    sums: tuple[Tensor, ...]  # before them
+    exact: bool  # with one offset per pair
+    sums: tuple[Tensor, ...]  # before these rows
 
 
 def _by_blocks(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[tuple[Tensor, ...], list[_Block]]:
-    """Output, log d and the sums after the last key; and how it was cut. For compilers there is one block.
+    """Output, log d and the sums after the last key; and the list of blocks. Traced code uses one block.
 
-    More tensors are in use at once than elsewhere, so blocks are half as long.
+    Blocks are half as long as elsewhere, since more tensors are in use at once.
     """
     size = block_size(q, 2 * max(q.shape[3], phi_k.size), phi_k.size, TILE)
     parts = [(q, k, v)] if size >= q.shape[2] else zip(*(z.split(size, dim=2) for z in (q, k, v)), strict=True)
@@ -109,7 +109,7 @@ def _by_blocks(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[tuple[T
         exact = phi_q.positive and not traced() and bool(lost.any())
         if exact:
             _, *found = attend(rows, True, *arguments, *sums)
-        if not traced():  # a record of rows would tie a compiled program to their number
+        if not traced():  # a list of rows would specialise a compiled graph to their number
             blocks.append(_Block(rows, exact, sums))
         out, log_d, *sums = found
         outs.append(out)
@@ -121,19 +121,19 @@ def _by_blocks(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[tuple[T
 
 
 class _Tiles(NamedTuple):
-    """Some rows in tiles: T of C positions, the G query heads that share a key head in one tile."""
+    """Rows in T tiles of C positions. The G query heads that share a key head are in the same tile."""
 
     q: Features  # [B, Hkv, T, G·C, M]
-    k: Features  # [B, Hkv, T, C, M], zero where there is no key
+    k: Features  # [B, Hkv, T, C, M], zero for padding
     v: Tensor  # [B, Hkv, T, C, Dv]
-    pairs: Tensor  # [B or 1, 1, T or 1, G·C, C], 0 for pairs that count, -inf for others
-    entering: Features  # k, without those that no later tile may see
-    ended: Tensor | None = None  # [B, 1, T, 1, 1], True for tiles that no key before them goes on beyond
-    mine: Tensor | None = None  # [B, 1, T, G·C, 1], queries that may read the sums before their tile
+    pairs: Tensor  # [B or 1, 1, T or 1, G·C, C], 0 for visible pairs, -inf for others
+    entering: Features  # k, without keys that later tiles do not see
+    ended: Tensor | None = None  # [B, 1, T, 1, 1], True where no earlier key is visible after this tile
+    mine: Tensor | None = None  # [B, 1, T, G·C, 1], True for queries that read the sums before their tile
 
     @staticmethod
     def of(rows: slice, exact: bool, q: Features, k: Features, v: Tensor, key_mask, segments) -> "_Tiles":
-        """From features and values of the rows, and masks of the whole sequence."""
+        """Build tiles from features and values of the rows, and masks of the whole sequence."""
         (heads, length), kv_heads = q.log.shape[1:3], v.shape[1]
         size = TRACED_TILE if traced() else min(EXACT_TILE if exact else TILE, length)
         log = k.log if key_mask is None else k.log.masked_fill(~key_mask[:, None, rows, None], -torch.inf)
@@ -145,7 +145,7 @@ class _Tiles(NamedTuple):
         pair = torch.ones(size, size, dtype=torch.bool, device=v.device).tril().repeat(heads // kv_heads, 1)
         if segments is None:
             return _Tiles(q, k, v, torch.where(pair, 0.0, -torch.inf)[None, None, None], k)
-        # [B, T, C]; behind the end there is neither a query nor a key
+        # [B, T, C]; positions after the end are padding
         own, theirs = (into_tiles(s[:, None, rows, None], size, 1)[:, 0, ..., 0] for s in segments)
         before = segments[1][:, max(rows.start - 1, 0), None, None]
         last = torch.cat([before, theirs[:, :, -1:]], dim=1)  # of the keys before each tile
@@ -158,8 +158,8 @@ class _Tiles(NamedTuple):
         return _Tiles(q, k, v, torch.where(pair, 0.0, -torch.inf), entering, ended, mine)
 
     def running_sums(self, sums: Sums) -> tuple[Sums, Sums, Tensor, Tensor]:
-        """The sums before each tile, `[B, Hkv, T, …]`, and those after all; φ of keys on the scale of the sums after
-        their tile, and by how much the sums before it shrink to become part of those, `[B, Hkv, T, M, 1]`.
+        """Return the sums before each tile, `[B, Hkv, T, …]`, and after the last; φ of keys on the scale of the sums
+        after their tile; and the decay of the sums from before to after each tile, `[B, Hkv, T, M, 1]`.
         """
         new = self.entering.log.detach().amax(-2, keepdim=True)
         scales = [sums.log_scale.detach().unsqueeze(2)]
@@ -180,13 +180,11 @@ class _Tiles(NamedTuple):
         return Sums(before, outers, totals), Sums(after[:, :, -1].clone(), outer, total), phi, decay
 
     def running_sums_by_pairs(self, sums: Sums) -> tuple[Sums, Sums]:
-        """The sums before each tile and after all, without a loop: those of each tile by itself, weighted for each of
-        those after it.
-        """
+        """Return the sums before each tile and after the last, without a loop: weighted sums over all earlier tiles."""
         own = Sums.of(self.entering, self.v)
         scale, outer, total = (
             torch.cat([a.unsqueeze(2), b], dim=2) for a, b in zip(sums.tensors(), own.tensors(), strict=True)
-        )  # of what came before, and of each tile
+        )  # of the past, and of each tile
         steps = torch.arange(scale.shape[2], device=scale.device)
         seen = (steps <= steps[:, None])[None, None]  # [B, 1, T + 1, T + 1], in the sums after each of them
         if self.ended is not None:
@@ -195,14 +193,14 @@ class _Tiles(NamedTuple):
         logs = scale.detach().transpose(2, 3).masked_fill(~seen.unsqueeze(-1), -torch.inf)  # [B, Hkv, T + 1, T + 1, M]
         largest = logs.amax(3, keepdim=True)
         weights = exp_of_difference(logs, largest).permute(0, 1, 4, 2, 3)  # [B, Hkv, M, T + 1, T + 1]
-        weights = weights.expand(-1, -1, outer.shape[3], -1, -1)  # one scale may be that of all features
+        weights = weights.expand(-1, -1, outer.shape[3], -1, -1)  # all features may share one scale
         outer, total = ((weights @ z.transpose(2, 3)).transpose(2, 3) for z in (outer, total))
         before = Sums(largest[:, :, :-1], outer[:, :, :-1], total[:, :, :-1])
         return before, Sums(largest[:, :, -1], outer[:, :, -1], total[:, :, -1])
 
 
 def decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
-    """s ← terms_t + decay_t · s along dimension 2: the sum before each step, and the one after all of them."""
+    """s ← terms_t + decay_t · s along dimension 2. Returns the sum before each step and the final sum."""
     steps = range(terms.shape[2])
     if torch.is_grad_enabled():
         sums = [start]
@@ -217,15 +215,15 @@ def decayed_sums(terms: Tensor, decay: Tensor, start: Tensor, backward: bool = F
 
 
 def _attend(rows, exact, x, y, u, phi_q, phi_k, floor, key_mask, segments, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Output, log d and sums after some rows, behind the queries that see keys but whose products of features have all
-    underflowed, which `exact` prevents.
+    """Return a mask of queries whose products with all visible keys have underflowed (never with `exact`), then output,
+    log d and the sums after these rows.
     """
     (heads, length), dtype = x.shape[1:3], sums[1].dtype
     tiles = _Tiles.of(rows, exact, phi_q(x.to(dtype)), phi_k(y.to(dtype)), u.to(dtype), key_mask, segments)
     q, k = tiles.q, tiles.k
     before, after = (tiles.running_sums_by_pairs if traced() else tiles.running_sums)(Sums(*sums))[:2]
     q_scale: Tensor | float
-    if exact:  # an offset for each pair
+    if exact:  # one offset per pair
         logs = q.log.unsqueeze(-2) + k.log.unsqueeze(-3)  # [B, Hkv, T, G·C, C, M]
         q_scale, pair_scale = 0.0, logs.detach().amax(-1)
         weights = exp_of_difference(logs, pair_scale.unsqueeze(-1)).sum(-1)
@@ -242,7 +240,7 @@ def _attend(rows, exact, x, y, u, phi_q, phi_k, floor, key_mask, segments, *sums
     phi = read.divided(scale)
     numerator = (weights @ tiles.v).add_(phi @ before.outer)
     d = weights.sum(-1, keepdim=True) + torch.linalg.vecdot(phi, before.total.mT).unsqueeze(-1)
-    few = d < torch.finfo(d.dtype).tiny * 2**24  # has lost digits
+    few = d < torch.finfo(d.dtype).tiny * 2**24  # has lost precision
     log_d = scale + d.masked_fill(few, 1.0).log().masked_fill(few, -torch.inf)
     least = None
     if floor is not None:
@@ -255,7 +253,7 @@ def _attend(rows, exact, x, y, u, phi_q, phi_k, floor, key_mask, segments, *sums
 
 
 class _CausalAttention(torch.autograd.Function):
-    """The gradients of attention by hand, those of the features by autograd, block by block."""
+    """Gradients of attention by hand, those of features by autograd, block by block."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, *leaves: Any) -> Any:
@@ -273,7 +271,7 @@ class _CausalAttention(torch.autograd.Function):
             return None, *gradients_of(_attention, arguments, [gradient, d_log_d, d_log_scale, d_outer, d_total])
         q, k, v, phi_q, phi_k, key_mask, segments, _ = arguments
         queries, keys, dv = FeatureGradients(phi_q, q), FeatureGradients(phi_k, k), None
-        log_d = log_d.masked_fill(log_d == -torch.inf, torch.inf)  # no weight
+        log_d = log_d.masked_fill(log_d == -torch.inf, torch.inf)  # rows without any weight
         for number, (rows, exact) in reversed(list(enumerate(ctx.blocks))):
             g, u, o, log, d_log = (z[:, :, rows].to(log_d.dtype) for z in (gradient, v, out, log_d, d_log_d))
             lx, ly, state, masks = queries.logs(rows), keys.logs(rows), states[3 * number :][:3], (key_mask, segments)
@@ -301,15 +299,15 @@ def _attention(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _attend_to_logs(q, k, v, outer, total, rows, log_scale, key_mask, segments) -> tuple[Tensor, ...]:
-    """Output, log d and sums after some rows from their log-features, exactly."""
+    """Output, log d and sums after some rows from their log-features, with one offset per pair."""
     arguments = q, k, v, Features, Features, None, key_mask, segments, log_scale, outer, total
     _, out, log_d, _, *after = _attend(rows, True, *arguments)
     return out, log_d, *after
 
 
 def _backward(tiles: _Tiles, state: Sums, g, shift, log_d, d_outer, d_total) -> tuple[Tensor, ...]:
-    """Gradients of log-features, values and sums before some rows, from those of their output g and of the sums after
-    them; `shift` is gᵀout - ∂log d, log_d is inf for rows without any weight.
+    """Gradients of the log-features and values of some rows and of the sums before them, from the gradients g of the
+    output and those of the sums after them. `shift` is gᵀout - ∂log d; log_d is inf for rows without any weight.
     """
     (heads, length), (kv_heads, size) = g.shape[1:3], tiles.v.shape[1:4:2]
     q, k, v = tiles.q.log, tiles.k.log, tiles.v

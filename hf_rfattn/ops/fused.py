@@ -1,15 +1,15 @@
-"""Operators on fused GPU kernels: FlexAttention of PyTorch, and gated linear attention of flash-linear-attention.
+"""Operators on fused GPU kernels: PyTorch's FlexAttention, and gated linear attention of flash-linear-attention.
 
-Positive features are softmax attention twice (`ops.linear`), so FlexAttention serves linear attention and bands alike:
-one kernel forward, two backward, and no feature or score in memory. It is compiled for each combination of dtype, head
-size and kind of mask, not for each length. In half precision it multiplies in that precision and adds up in float32, as
-softmax kernels do.
+Linear attention with positive features is softmax attention twice (`ops.linear`), so FlexAttention computes both linear
+attention and bands: one kernel in forward, two in backward, and no features or scores in memory. It is compiled once
+per combination of dtype, head size and kind of mask, not per length. In half precision it multiplies in that precision
+and accumulates in float32, as softmax kernels do.
 
 Causal linear attention is a recurrence of sums on the scale of the largest log-feature m_t so far,
 
     S_t = exp(m_{t-1} - m_t) S_{t-1} + exp(log φ(y_t) - m_t) v_tᵀ,
 
-that is gated linear attention (`fla.ops.gla`), whose gate is the change of a running maximum.
+which is gated linear attention (`fla.ops.gla`) with the change of a running maximum as its gate.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from .masks import segment_starts
 from .softmax import exp_of_difference, merge
 from .tiles import traced
 
-BLOCK = 128  # queries and keys of a block that FlexAttention computes or skips as a whole
+BLOCK = 128  # block size of FlexAttention, which computes or skips whole blocks
 COMPILER = "inductor"
-SIGNATURES = 256  # how often FlexAttention may be compiled; beyond torch's default of 8 it would not be fused
-NO_MASS = -3e4  # log-mass of no keys at all, finite in half precision
-RESET = -100.0  # log of a gate that closes
+SIGNATURES = 256  # recompile limit of FlexAttention; beyond it (torch's default is 8) it would run unfused
+NO_MASS = -3e4  # log-mass if there are no keys, finite in half precision
+RESET = -100.0  # log of a closed gate
 
 
 class Landmarks(NamedTuple):
@@ -58,7 +58,7 @@ def _landmarks_read(k, v, features: Landmarks, scale: float, key_mask: Tensor | 
 
 def _read_landmarks(q, features: Landmarks, mean: Tensor, mass: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of queries to landmarks, and its log-sum-exp."""
-    if len(features.weight) != mean.shape[1]:  # queries have landmarks of their own
+    if len(features.weight) != mean.shape[1]:  # each query head has its own landmarks
         mean, mass = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (mean, mass))
     bias = mass if features.bias is None else mass + features.bias.to(mass).mT
     out, lse = attend(q, _landmark_tokens(features, q), mean, scale=scale, key_bias=bias[..., 0])
@@ -70,7 +70,7 @@ def _landmark_tokens(features: Landmarks, x: Tensor) -> Tensor:
 
 
 def _offset(x: Tensor, features: Landmarks, scale: float) -> Tensor:
-    """What completes the logarithms of features, `[B, H, L, 1]`."""
+    """The offset of log-features, `[B, H, L, 1]`."""
     if isinstance(features.offset, Tensor):
         return features.offset
     weight, dtype = _landmark_tokens(features, x), torch.promote_types(x.dtype, torch.float32)
@@ -124,8 +124,9 @@ def attend(
     """Softmax attention `[B, H, Lq, Dv]` and its log-sum-exp `[B, H, Lq, 1]` by FlexAttention.
 
     Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `key_bias` `[B, Hkv, Lk]` is added to scores and may
-    need gradients; `key_mask` `[B, Lk]`: True for keys that exist; `tile_bias` `[B, H, T, Lk]` instead of these two: of
-    keys for T tiles of queries; `mask`: a `block_mask`. A query that sees no key has out = 0 and lse = -inf.
+    need gradients; `key_mask` `[B, Lk]`: True for keys that are not padding; `tile_bias` `[B, H, T, Lk]`: in place of
+    these two, a bias of keys per tile of queries; `mask`: a `block_mask`. A query that sees no key has out = 0 and
+    lse = -inf.
     """
     H, groups = q.shape[1], q.shape[1] // k.shape[1]
     bias = score_mod = None
@@ -152,9 +153,9 @@ def attend(
 
 
 def _with_bias_columns(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose products contain the bias of keys: its gradient is then one of matrix products.
+    """Extend queries and keys so that their products include the bias, whose gradient then needs matrix products only.
 
-    Two columns, so that half precision holds it as exactly as its products are added up.
+    The bias is split into two columns, so that its precision in half precision is that of the float32 accumulation.
     """
     high = bias.to(k.dtype)
     columns = torch.stack([high, (bias - high).to(k.dtype)], dim=-1)
@@ -162,8 +163,8 @@ def _with_bias_columns(q: Tensor, k: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 
 
 def block_mask(some: Tensor, queries: int, keys: int, visible: Callable[..., Tensor]) -> Any:
-    """For `attend`: the blocks `[B or 1, H or 1, query blocks, key blocks]` in which some query sees some key, and by
-    `visible(b, h, i, j)`, which queries see which keys.
+    """Build the mask of `attend` from `some`, `[B or 1, H or 1, query blocks, key blocks]`, True for blocks in which
+    some query sees some key, and `visible(b, h, i, j)`, which says whether query i sees key j.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -173,20 +174,20 @@ def block_mask(some: Tensor, queries: int, keys: int, visible: Callable[..., Ten
 
 
 def block_mask_of_pairs(pairs: Tensor, size: int, visible: Callable[..., Tensor]) -> Any:
-    """The same from which queries see something of which `size` keys, `[B, H, Lq, Lk / size]`."""
+    """`block_mask` from `pairs` `[B, H, Lq, Lk / size]`, True where a query sees some key of a group of `size` keys."""
     queries, keys = pairs.shape[2], pairs.shape[3] * size
     some = _in_blocks(pairs, 2, False).any(3).repeat_interleave(size, dim=3)
     return block_mask(_in_blocks(some, 3, False).any(4), queries, keys, visible)
 
 
 def _in_blocks(x: Tensor, dim: int, value: float) -> Tensor:
-    """A dimension as two: blocks, and what is in them, filled up with a value."""
+    """Split a dimension into blocks, padded with a value."""
     fill = [0, 0] * (x.ndim - 1 - dim) + [0, -x.shape[dim] % BLOCK]
     return F.pad(x, fill, value=value).unflatten(dim, (-1, BLOCK))
 
 
 def _flex(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """FlexAttention, compiled when it is first called, or as a part of a model that is being compiled."""
+    """FlexAttention, compiled at the first call, or as part of a model that is being compiled."""
     global _compiled
     if traced():
         return _flex_attention(*arguments)
@@ -209,7 +210,7 @@ def _flex_attention(q, k, v, score_mod, block_mask, scale: float, grouped: bool)
 
 
 def causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> tuple[Tensor, ...]:
-    """`ops.causal_linear_attention` of positive features, its sums as log-scale, outer and total."""
+    """`ops.causal_linear_attention` of positive features, with sums as (log_scale, outer, total)."""
     log_scale, outer, total = sums
     dtype, groups = outer.dtype, q.shape[1] // k.shape[1]
     log = phi_k(k.to(dtype)).log  # [B, Hkv, L, M]
@@ -221,7 +222,7 @@ def causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> 
         starts[:, 0] = False  # the sums belong to the first segment
     largest = _running_maximum(torch.cat([log_scale.detach(), log.detach()], dim=2), starts)
     before, largest = largest[:, :, :-1], largest[:, :, 1:]
-    gate = (before - largest).masked_fill(before == -torch.inf, 0.0)  # nothing was there
+    gate = (before - largest).masked_fill(before == -torch.inf, 0.0)  # the sums are still empty
     if starts is not None:
         gate = gate.masked_fill(starts[:, None, :, None], RESET)
     keys = exp_of_difference(log, largest)
@@ -229,7 +230,7 @@ def causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> 
     if segments is not None:
         read = read.masked_fill((segments[0] != segments[1])[:, None, :, None], -torch.inf)
     scale = read.detach().amax(-1, keepdim=True)
-    values = F.pad(v.to(dtype), (0, 1), value=1.0)  # the last column sums up the weights
+    values = F.pad(v.to(dtype), (0, 1), value=1.0)  # the last column accumulates the weights
     state = torch.cat([outer, total], dim=-1)
     repeated = (x.repeat_interleave(groups, 1) for x in (keys, values, gate, state))
     found, state = _gated_linear_attention(exp_of_difference(read, scale), *repeated)
@@ -242,11 +243,11 @@ def causal_linear_attention(q, k, v, phi_q, phi_k, key_mask, segments, sums) -> 
 
 
 def _running_maximum(log: Tensor, starts: Tensor | None) -> Tensor:
-    """Along dimension 2 of `[B, H, 1 + L, M]`; it begins anew where a segment starts, `[B, L]`."""
+    """Running maximum along dimension 2 of `[B, H, 1 + L, M]`, restarted where a segment starts, `[B, L]`."""
     if starts is None:
         return log.cummax(2).values
     bits = log.float().view(torch.int32)
-    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the order of the numbers
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # integers in the same order as the floats
     number = F.pad(starts.long().cumsum(1), (1, 0))[:, None, :, None] << 32
     bits = ((bits + number).cummax(2).values - number).int()
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32).to(log.dtype)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def hadamard_matrix(dim: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-    """The normalised (orthogonal, symmetric) Hadamard matrix of Sylvester's order; `dim` must be a power of two.
+    """Return the normalised (orthogonal, symmetric) Hadamard matrix in Sylvester's order; `dim` is a power of two.
 
     >>> (hadamard_matrix(2) * 2**0.5).round()
     tensor([[ 1.,  1.],
@@ -19,23 +19,23 @@ def hadamard_matrix(dim: int, *, dtype: torch.dtype | None = None, device: torch
 
 
 def walsh_hadamard_transform(x: Tensor) -> Tensor:
-    """`x @ hadamard_matrix(d)` over the last dimension.
+    """Compute `x @ hadamard_matrix(d)` over the last dimension.
 
-    H_ab = H_a ⊗ H_b: with x as an a × b matrix the transform is H_a x H_b, two small products instead of d² or of log₂
-    d passes of additions.
+    Since H_ab = H_a ⊗ H_b, the transform of x as an a × b matrix is H_a x H_b: two small matrix products instead of one
+    of size d² or log₂ d passes of additions.
     """
     dim = x.shape[-1]
     _check_power_of_two(dim)
     factors = [hadamard_matrix(size, dtype=x.dtype, device=x.device) for size in _factors(dim)]
     y, rest = x, dim
-    for factor in factors[:-1]:  # each acts on the leading part of what the ones before it left
+    for factor in factors[:-1]:  # each acts on the leading part of the remaining dimension
         rest //= len(factor)
         y = factor @ y.reshape(-1, len(factor), rest)
     return (y.reshape(-1, len(factors[-1])) @ factors[-1]).reshape(x.shape)
 
 
 def _factors(dim: int) -> list[int]:
-    """Sizes of the small matrices: one product up to 64, as measured; two up to 2,048, three beyond."""
+    """Sizes of the small matrices: one up to d = 64, two up to 2,048, three beyond, as measured."""
     count = 1 if dim <= 64 else 2 if dim <= 2048 else 3
     log = dim.bit_length() - 1
     return [2 ** (log // count + (i < log % count)) for i in range(count)]

@@ -1,12 +1,12 @@
-"""Linear attention in which every query sees every visible key: φ(x_i)ᵀ S / φ(x_i)ᵀ z, S = Σ φ(y_j) v_jᵀ, z = Σ φ(y_j).
+"""Bidirectional linear attention: φ(x_i)ᵀ S / φ(x_i)ᵀ z with S = Σ φ(y_j) v_jᵀ and z = Σ φ(y_j).
 
-With positive features that is softmax attention twice. Each feature r is a landmark that reads the keys: their mass
-λ_r = log Σ_j φ_r(y_j) and the mean of their values μ_r = Σ_j φ_r(y_j) v_j / exp λ_r. Then queries read the landmarks,
+With positive features this is softmax attention twice. Each feature r is a landmark that attends to the keys, with mass
+λ_r = log Σ_j φ_r(y_j) and mean value μ_r = Σ_j φ_r(y_j) v_j / exp λ_r. Then the queries attend to the landmarks,
 
     out_i = Σ_r softmax_r(log φ_r(x_i) + λ_r) μ_r,
 
-so that no denominator is left and nothing can overflow. Signed features have no logarithm and are summed as they are.
-Memory is O(B·H·(L·D + M·D)): features exist for a block of positions at a time, in backward too.
+without a denominator and without overflow. Signed features have no logarithm and are summed directly. Memory is
+O(B·H·(L·D + M·D)), since features are computed for one block of positions at a time, in backward too.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from .tiles import block_size
 
 
 class Features(NamedTuple):
-    """φ of some tokens, as factor · exp(log): `log` alone, or a `factor` with one `log` a token."""
+    """φ of some tokens as factor · exp(log): `log` alone, or a `factor` with one `log` per token."""
 
-    log: Tensor  # [B, H, L, M], or [B, H, L, 1] beside a factor
+    log: Tensor  # [B, H, L, M], or [B, H, L, 1] with a factor
     factor: Tensor | None = None  # [B, H, L, M]
 
     def dense(self) -> Tensor:
-        """φ itself, `[B, H, L, M]`: exact only where it does not overflow."""
+        """φ itself, `[B, H, L, M]`, which may overflow."""
         return self.log.exp() if self.factor is None else self.log.exp() * self.factor
 
     def divided(self, offset: Tensor) -> Tensor:
@@ -42,10 +42,10 @@ class Features(NamedTuple):
 
 
 class FeatureFunction(NamedTuple):
-    """φ as the operators take it: a pure function of tokens and of `tensors`, which is what a feature map has learned.
+    """φ for operators: a pure function of tokens and of `tensors`, the parameters and buffers of a feature map.
 
-    Queries may be mapped up to a positive factor of each token, which quotients do not see. `floor`, for signed
-    features: the least magnitude of a denominator for each unit of weight of the keys.
+    φ of a query may lack a positive factor, which cancels in attention. `floor`, for signed features: the smallest
+    magnitude of the denominator per unit of key weight.
     """
 
     map: Any  # FeatureMap
@@ -53,11 +53,11 @@ class FeatureFunction(NamedTuple):
     scale: float
     tensors: tuple[Tensor | None, ...]
     floor: Tensor | None  # [Hkv or 1, 1, 1]
-    positive: bool  # φ comes as logarithms
-    size: int  # length of φ in operators
+    positive: bool  # φ is given as logarithms
+    size: int  # number of features in operators
 
     def __call__(self, x: Tensor) -> Features:
-        """φ of tokens, for operators. Where there is a floor, one more feature sums up the weight of the keys."""
+        """φ of tokens, for operators. With a floor, one more feature accumulates the weight of the keys."""
         found = self.map.features(x, self.role, self.scale, *self.tensors)
         if self.floor is None:
             return found
@@ -77,9 +77,9 @@ class FeatureFunction(NamedTuple):
 
 @dataclass
 class State:
-    """Base of all states: dataclasses of tensors (or None), of other states, and of lists of states.
+    """Base class of all states: dataclasses of tensors (or None), other states, and lists of states.
 
-    `empty` gives the value a field has when nothing was seen, if that is not zero.
+    `empty`: values of fields before the first token, if they are not zero.
     """
 
     empty: ClassVar[dict[str, float]] = {}
@@ -93,7 +93,7 @@ class State:
         return found
 
     def reset(self) -> None:
-        """Forget everything, in place."""
+        """Reset to the state before the first token, in place."""
         for name, value in vars(self).items():
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, State):
@@ -102,7 +102,7 @@ class State:
                     part.fill_(self.empty.get(name, 0.0))
 
     def map(self, function: Any) -> "State":
-        """The same state of other tensors: `function` of each."""
+        """Return a state with `function` applied to each tensor."""
 
         def mapped(value: Any) -> Any:
             if isinstance(value, list):
@@ -112,15 +112,15 @@ class State:
         return type(self)(**{name: mapped(value) for name, value in vars(self).items()})
 
     def index_select(self, rows: Tensor) -> "State":
-        """The state of some sequences of the batch, in any order, repeated or not."""
+        """Return the state of some sequences of the batch, in any order, possibly repeated."""
         return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
 
     def to(self, device: torch.device | str) -> "State":
-        """The state on a device."""
+        """Return the state on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def copy_(self, other: "State") -> None:
-        """Take the values of another state, at the same addresses; tensors that have grown are replaced."""
+        """Copy the values of another state in place; tensors of another shape are replaced."""
         for name, value in vars(self).items():
             theirs = getattr(other, name)
             if isinstance(value, Tensor) and value.shape != theirs.shape:
@@ -134,7 +134,7 @@ class State:
 
 @dataclass
 class Sums(State):
-    """S = exp(log_scale)ᵀ · outer and z = exp(log_scale)ᵀ · total over any number of keys: all that queries need."""
+    """S = exp(log_scale)ᵀ · outer and z = exp(log_scale)ᵀ · total, the sums over keys that queries read."""
 
     log_scale: Tensor  # [..., 1, M], or [..., 1, 1] for features with a factor
     outer: Tensor  # [..., M, Dv]
@@ -143,14 +143,14 @@ class Sums(State):
 
     @staticmethod
     def of_none(phi: FeatureFunction, shape: tuple[int, int, int], dtype: Any, device: Any) -> "Sums":
-        """Of no keys, for a shape of B, Hkv, Dv."""
+        """Sums over no keys. `shape`: (B, Hkv, Dv)."""
         B, H, D = shape
         scale = torch.full((B, H, 1, phi.size if phi.positive else 1), -torch.inf, dtype=dtype, device=device)
         return Sums(scale, scale.new_zeros(B, H, phi.size, D), scale.new_zeros(B, H, phi.size, 1))
 
     @staticmethod
     def of(k: Features, v: Tensor, visible: Tensor | None = None) -> "Sums":
-        """Of keys `[..., L, M]`, or of those that are visible `[..., L, 1]`."""
+        """Sums over keys `[..., L, M]`, or over the `visible` ones `[..., L, 1]`."""
         log = k.log if visible is None else k.log.masked_fill(~visible, -torch.inf)
         scale = log.detach().amax(-2, keepdim=True)
         phi = exp_of_difference(log, scale)
@@ -158,19 +158,19 @@ class Sums(State):
         return Sums(scale, phi.mT @ v, phi.sum(-2).unsqueeze(-1))
 
     def plus(self, other: "Sums") -> "Sums":
-        """Of the keys of both."""
+        """Sums over the keys of both."""
         scale = torch.maximum(self.log_scale, other.log_scale).detach()
         mine, theirs = (exp_of_difference(s.log_scale.detach(), scale).mT for s in (self, other))
         return Sums(scale, self.outer * mine + other.outer * theirs, self.total * mine + other.total * theirs)
 
     def landmarks(self) -> tuple[Tensor, Tensor]:
-        """λ `[..., 1, M]`, -inf where nothing has mass, and μ `[..., M, Dv]`."""
+        """λ `[..., 1, M]`, -inf without keys, and μ `[..., M, Dv]`."""
         total = self.total.clamp(min=SOME)
         return self.log_scale + total.log().mT, self.outer / total
 
     def read(self, q: Features, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attention of queries `[B, H, L, M]` → `[B, H, L, Dv]`, zeros where nothing has mass; and log φ(x)ᵀz
-        `[B, H, L, 1]`, -inf where it is zero (or, of signed features, negative).
+        """Attention of queries `[B, H, L, M]` → `[B, H, L, Dv]`, zeros without keys; and log φ(x)ᵀz `[B, H, L, 1]`,
+        -inf where φ(x)ᵀz is zero (or negative, for signed features).
         """
         heads, kv_heads = q.log.shape[1], self.outer.shape[1]
         log = regroup(q.log, kv_heads)
@@ -186,25 +186,21 @@ class Sums(State):
 
 
 def floored(denominator: Tensor, least: Tensor | None = None) -> Tensor:
-    """A denominator that can be divided by: of a magnitude of at least `least`; infinite where it is zero, or has lost
-    its digits.
-    """
+    """Make a denominator safe to divide by: of a magnitude of at least `least`, and infinite where it underflowed."""
     if least is not None:
         sign = torch.where(denominator < 0, -1.0, 1.0).to(denominator.dtype)
         denominator = sign * torch.maximum(denominator.abs(), least)
-    # not by the reciprocal: its gradient, a square, overflows long before the quotient does
+    # Not the reciprocal, whose gradient (a square) overflows much earlier than the quotient.
     return denominator.masked_fill(denominator.abs() < torch.finfo(denominator.dtype).tiny, torch.inf)
 
 
 def regroup(x: Tensor, heads: int) -> Tensor:
-    """`[B, H, L, E]` → `[B, heads, L · H / heads, E]`: the query heads that share a key head below each other, or the
-    inverse.
-    """
+    """`[B, H, L, E]` → `[B, heads, L · H / heads, E]`: stack the query heads that share a key head, or the inverse."""
     return x if x.shape[1] == heads else x.reshape(x.shape[0], heads, -1, x.shape[3])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of features and sums: at least float32."""
+    """The dtype of features and sums: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -214,8 +210,8 @@ def linear_attention(
     """out_i = Σ_j φ(x_i)ᵀφ(y_j) v_j / Σ_j φ(x_i)ᵀφ(y_j), `[B, H, Lq, Dv]`.
 
     Queries `[B, H, Lq, D]`, keys `[B, Hkv, Lk, D]`, values `[B, Hkv, Lk, Dv]`; `phi_q` and `phi_k` map them to M
-    features. `key_mask` `[B, Lk]`: True for keys that exist. A query that sees none gets zeros. O((Lq + Lk) · M · D)
-    time, O(L · D + M · D) memory.
+    features. `key_mask` `[B, Lk]`: True for keys that are not padding. A query that sees no key gets zeros.
+    O((Lq + Lk) · M · D) time, O(L · D + M · D) memory.
     """
     if q.device.type in backend.DEVICES:
         arguments = q, k, v, phi_q, phi_k
@@ -229,10 +225,10 @@ def linear_attention(
 
 
 def summarise(k: Tensor, v: Tensor, phi: FeatureFunction, key_mask: Tensor | None = None) -> Sums:
-    """The sums over all visible keys."""
-    size = block_size(k, phi.size, least=phi.size)  # sums of a block are no larger than its values
+    """Compute the sums over all visible keys."""
+    size = block_size(k, phi.size, least=phi.size)  # the sums of a block are then no larger than its values
     sums_of = partial(recompute, _sums_of_block) if torch.is_grad_enabled() else _sums_of_block
-    if size >= k.shape[2]:  # as for compilers, which are not to see sizes
+    if size >= k.shape[2]:  # always true in traced code, which must not depend on sizes
         return Sums(*sums_of(k, v, phi, key_mask))
     masks: Any = repeat(None) if key_mask is None else key_mask.split(size, dim=1)
     blocks = zip(k.split(size, dim=2), v.split(size, dim=2), masks, strict=False)
@@ -246,7 +242,7 @@ def _sums_of_block(y: Tensor, u: Tensor, phi: FeatureFunction, key_mask: Tensor 
 
 
 def read(q: Tensor, sums: Sums, phi: FeatureFunction) -> Tensor:
-    """What queries read from the sums over all keys."""
+    """Compute the outputs of queries from the sums over all keys."""
     size = block_size(q, phi.size)
     tensors = sums.landmarks() if phi.positive else (sums.log_scale, sums.outer, sums.total)
     read_block = partial(recompute, _read_block) if torch.is_grad_enabled() else _read_block
@@ -254,7 +250,7 @@ def read(q: Tensor, sums: Sums, phi: FeatureFunction) -> Tensor:
         return read_block(q, phi, *tensors)
     if torch.is_grad_enabled():
         return torch.cat([read_block(x, phi, *tensors) for x in q.split(size, dim=2)], dim=2)
-    out = q.new_empty(*q.shape[:3], sums.outer.shape[-1])  # blocks are then small enough to stay in a CPU's caches
+    out = q.new_empty(*q.shape[:3], sums.outer.shape[-1])  # filled in blocks that fit into the CPU's caches
     for x, part in zip(q.split(size, dim=2), out.split(size, dim=2), strict=True):
         part.copy_(read_block(x, phi, *tensors))
     return out
@@ -269,7 +265,7 @@ def _read_block(x: Tensor, phi: FeatureFunction, *tensors: Tensor) -> Tensor:
     return regroup(weights @ mean, x.shape[1]).to(x.dtype)
 
 
-_NOTHING = -8e37  # in place of a mass of -inf: a softmax over nothing but such is no NaN
+_NOTHING = -8e37  # instead of a mass of -inf, so that a softmax over no keys is not NaN
 
 
 def _attention(q, k, v, phi_q, phi_k, key_mask) -> Tensor:
@@ -277,7 +273,7 @@ def _attention(q, k, v, phi_q, phi_k, key_mask) -> Tensor:
 
 
 class _PositiveAttention(torch.autograd.Function):
-    """The gradients of both softmaxes by hand, those of the features by autograd, block by block."""
+    """Gradients of both softmaxes by hand, those of features by autograd, block by block."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, *leaves: Any) -> Tensor:
@@ -317,7 +313,7 @@ class _PositiveAttention(torch.autograd.Function):
 
 
 def filled(whole: Tensor | None, rows: slice, block: Tensor, like: Tensor) -> Tensor:
-    """A tensor like another one, with some of its positions taken from a block; one that is all of it is not copied."""
+    """Write a block into the rows of a tensor shaped like `like`. A block that covers all rows is not copied."""
     if block.shape[2] == like.shape[2]:
         return block.to(like.dtype)
     whole = torch.empty_like(like) if whole is None else whole
@@ -326,7 +322,7 @@ def filled(whole: Tensor | None, rows: slice, block: Tensor, like: Tensor) -> Te
 
 
 class FeatureGradients:
-    """Takes gradients of log-features back to tokens `[B, H, L, D]`, block by block, and to the tensors of φ."""
+    """Backpropagates gradients of log-features to tokens `[B, H, L, D]`, block by block, and to the tensors of φ."""
 
     def __init__(self, phi: FeatureFunction, tokens: Tensor):
         learned = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in phi.tensors]
@@ -345,7 +341,7 @@ class FeatureGradients:
         return self.log.detach()
 
     def pull(self, gradient: Tensor) -> None:
-        """Take the gradient of those log-features."""
+        """Backpropagate the gradient of the log-features that `logs` returned last."""
         phi, x, dx = self.phi, self.x, None
         if self.log is None:
             dx = phi.map.pull(x.to(gradient.dtype), phi.role, phi.scale, gradient, *phi.tensors)
@@ -360,5 +356,5 @@ class FeatureGradients:
         self.d_tokens = filled(self.d_tokens, self.rows, dx, self.tokens)
 
     def d_phi(self) -> FeatureFunction:
-        """Gradients in the places of the tensors they belong to, and None in all other places."""
+        """Gradients of φ: in the positions of its tensors, with None everywhere else."""
         return FeatureFunction(None, None, None, tuple(self.d_learned), None, None, None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which keys are visible, which of them are global (seen by every query of their sequence), and packed sequences."""
+"""Masks: visible keys, global keys (seen by every query of their sequence), and packed sequences."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 def global_keys(
     length: int, count: int, key_mask: Tensor | None, causal: bool, segments: Tensor | None, device: torch.device
 ) -> Tensor:
-    """`[B or 1, L]`, True for the first `count` visible keys of each sequence and, unless causal, the last ones too."""
+    """`[B or 1, L]`, True for the first `count` visible keys of each sequence and, unless causal, the last `count`."""
     visible = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
     chosen = _rank(visible, segments) < count
     if not causal:
@@ -20,7 +20,7 @@ def global_keys(
 
 
 def _rank(visible: Tensor, segments: Tensor | None) -> Tensor:
-    """How many visible keys of its own segment stand before each position."""
+    """Number of visible keys of the same segment before each position."""
     before = visible.long().cumsum(1) - visible.long()
     if segments is None:
         return before
@@ -52,26 +52,26 @@ def positions_of(chosen: Tensor, slots: int, segments: Tensor | None) -> Tensor:
 
 
 class Unpacked(NamedTuple):
-    """Where some of the sequences of packed rows lie, one a row of `[S, N]` tensors."""
+    """Positions of some packed sequences, one per row of `[S, N]` tensors."""
 
     row: Tensor  # [S, 1]
     position: Tensor
-    inside: Tensor  # False behind the end of a sequence
+    inside: Tensor  # False after the end of a sequence
 
     def take(self, x: Tensor) -> Tensor:
         """`[B, H, L, E]` → `[S, H, N, E]`."""
         return x.transpose(1, 2)[self.row, self.position].transpose(1, 2)
 
     def put(self, out: Tensor, part: Tensor) -> Tensor:
-        """The reverse, into a tensor `[B, H, L, E]`."""
+        """The reverse of `take`, into a tensor `[B, H, L, E]`."""
         at = self.row.expand_as(self.position)[self.inside], self.position[self.inside]
         return out.transpose(1, 2).index_put(at, part.transpose(1, 2)[self.inside]).transpose(1, 2)
 
 
 def unpack(segments: Tensor) -> Iterator[Unpacked]:
-    """The sequences of packed rows `[B, L]`, those of about the same length together: less than half is padding.
+    """Unpack rows `[B, L]` into groups of sequences of similar length, so that less than half is padding.
 
-    The device is asked how long they are.
+    Reads the lengths from the device, which synchronizes a GPU.
     """
     row, start = segment_starts(segments).nonzero(as_tuple=True)
     size = torch.diff(row * segments.shape[1] + start, append=row.new_tensor([segments.numel()]))

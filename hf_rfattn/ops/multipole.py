@@ -1,11 +1,11 @@
-"""Multipole attention: exact where keys matter, block means elsewhere, close to softmax without training.
+"""Multipole attention: exact for the keys that matter, block means for the rest; close to softmax without training.
 
-Keys and values come in blocks of c, queries in tiles of C. A tile chooses some blocks (`multipole_choice`), whose keys
-count one by one. Every other block b counts as its n_b keys at their mean key, with their mean value:
+Keys and values are grouped in blocks of c, queries in tiles of C. Each tile chooses some blocks (`multipole_choice`),
+whose keys are exact. Every other block b is approximated by n_b copies of its mean key and mean value:
 
     out_i = (Σ_{j chosen} exp(x_i·y_j) v_j + Σ_{b not chosen} n_b exp(x_i·ȳ_b) v̄_b) / (the same sums without values).
 
-With all blocks chosen it is softmax.
+If all blocks are chosen, this is softmax.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from .multipole_choice import SUBTILES, Order, Sizes, choose_blocks, inverse, or
 from .softmax import LOG2_E, SOME, exp2_of_difference_, merge
 from .tiles import BLOCK, OTHER_BLOCK, from_tiles, into_tiles, traced
 
-LARGEST_BATCH = 65535  # of a kernel, in CUDA
+LARGEST_BATCH = 65535  # of a CUDA kernel
 
 
 def multipole_attention(
@@ -38,9 +38,9 @@ def multipole_attention(
     """Bidirectional multipole attention `[B, H, Lq, Dv]`.
 
     Queries `[B, H, Lq, D]`, keys `[B, Hkv, Lk, D]`, values `[B, Hkv, Lk, Dv]`; `key_mask` `[B, Lk]`: True for keys that
-    exist, and if Lq = Lk for queries that exist. Blocks and tiles count tokens that exist, by position or by content
-    (`content_code`), "auto" by a rule for each head (`prefers_content`). Time O(L · (exact keys + L / block) · D),
-    memory O(L · D) and, for some tiles at a time, O(tile · L / block); in backward too.
+    are not padding (and, if Lq = Lk, for queries). Blocks and tiles consist of tokens that are not padding, ordered by
+    position or by content (`content_code`); "auto" chooses for each head (`prefers_content`). Time O(L · (exact keys +
+    L / block) · D), memory O(L · D) plus O(tile · L / block) for some tiles at a time, in backward too.
     """
     dtype, heads = compute_dtype(q), k.shape[1]
     x, y, u = (z.to(dtype) for z in (q, k, v))
@@ -65,7 +65,7 @@ def multipole_attention(
 
 
 def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Tensor | None:
-    """`[B, H or 1, L, 1]`: which tokens exist, in their new order; None if all do and tiles need no filling."""
+    """`[B, H or 1, L, 1]`, False for padding, in the new order of tokens; None if there is none and tiles are full."""
     if seen is None:
         if not traced() and x.shape[2] % size == 0:
             return None
@@ -75,12 +75,12 @@ def _seen(x: Tensor, seen: Tensor | None, order: Tensor | None, size: int) -> Te
 
 
 def into_query_tiles(x: Tensor, size: int, heads: int) -> Tensor:
-    """`[B, H, L, E]` → `[N = B · Hkv, T, C, E]`: query heads that share keys are more tiles over the same keys."""
+    """`[B, H, L, E]` → `[N = B · Hkv, T, C, E]`: query heads that share keys become further tiles over these keys."""
     return into_tiles(x, size, x.shape[1]).unflatten(1, (heads, -1)).flatten(2, 3).flatten(0, 1)
 
 
 def out_of_query_tiles(x: Tensor, heads: int, kv_heads: int, length: int) -> Tensor:
-    """The reverse."""
+    """The reverse of `into_query_tiles`."""
     x = x.unflatten(0, (-1, kv_heads)).unflatten(2, (heads // kv_heads, -1)).flatten(1, 2)
     return from_tiles(x, heads, length)
 
@@ -91,18 +91,18 @@ def into_blocks(x: Tensor, size: int) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """Keys and values in blocks, with what is known of each block.
+    """Keys and values in blocks, with a summary of each block.
 
-    A process that holds a part of a sequence has the keys and values of some blocks only, and `slot` tells which.
+    A process that holds a part of a sharded sequence has the keys and values of some blocks only; see `slot`.
     """
 
-    y: Tensor  # [N, B, c, D], 0 where no key exists
+    y: Tensor  # [N, B, c, D], 0 for padding
     u: Tensor  # [N, B, c, Dv]
-    seen: Tensor | None  # [N, B, c]
-    keys: Tensor  # [N, B], how many exist
+    seen: Tensor | None  # [N, B, c], False for padding
+    keys: Tensor  # [N, B], number of keys that are not padding
     mean_y: Tensor  # [N, B, D]
     mean_u: Tensor  # [N, B, Dv]
-    slot: Tensor | None = None  # [N, B], where y and u have each block; None if in its own place
+    slot: Tensor | None = None  # [N, B], index of each block in y and u; None if y and u have all blocks in order
 
     @staticmethod
     def of(y: Tensor, u: Tensor, seen: Tensor | None) -> "Blocks":
@@ -114,14 +114,12 @@ class Blocks(NamedTuple):
         return Blocks(y, u, seen, count, y.sum(2) / least, u.sum(2) / least)
 
     def split(self, rows: int) -> "list[Blocks]":
-        """The blocks of some sequences at a time."""
+        """Split into groups of `rows` sequences."""
         fields = [[None] * -(-len(self.y) // rows) if z is None else z.split(rows) for z in self]
         return [Blocks(*part) for part in zip(*fields, strict=True)]
 
     def near(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values `[N, T, t · c, D]` of the chosen blocks, and a bias `[N, T, 1, t · c]` that hides empty
-        places.
-        """
+        """Keys and values `[N, T, t · c, D]` of the chosen blocks, and a bias `[N, T, 1, t · c]` that hides padding."""
         rows = self.rows(chosen)
 
         def take(x: Tensor) -> Tensor:
@@ -133,7 +131,7 @@ class Blocks(NamedTuple):
         return take(self.y), take(self.u), take(hidden).mT
 
     def rows(self, chosen: Tensor) -> Tensor:
-        """Where y and u have the chosen blocks, numbered through all sequences: `[N · T · t]`."""
+        """Indices of the chosen blocks in y and u, flattened over all sequences: `[N · T · t]`."""
         if self.slot is not None:
             chosen = self.slot.gather(1, chosen.flatten(1)).view_as(chosen)
         start = torch.arange(chosen.shape[0], device=chosen.device) * self.y.shape[1]
@@ -154,13 +152,13 @@ def _attention(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor
 
 
 def _at_once(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
-    """All tiles in plain operations, for compilers and second derivatives."""
+    """All tiles in plain operations, for traced code and second derivatives."""
     chosen = _choose(tiles, counted, y, seen, sizes, scale)
     return attend_to_blocks(tiles, Blocks.of(y, u, seen), chosen, scale)[0]
 
 
 def _choose(tiles, counted, y, seen, sizes: Sizes, scale: float) -> Tensor:
-    """The choice of all tiles `[N, T, t]`, by the keys of all blocks."""
+    """The blocks `[N, T, t]` chosen by all tiles, from the keys of all blocks."""
     blocks = Blocks.of(y.detach(), y.detach()[..., :0], seen)
     radius = radius_of(blocks.y.square().sum((2, 3)) / blocks.keys.clamp(min=1), blocks.mean_y)
     radius = radius.masked_fill_(blocks.keys == 0, -torch.inf)
@@ -168,7 +166,7 @@ def _choose(tiles, counted, y, seen, sizes: Sizes, scale: float) -> Tensor:
 
 
 def choose(tiles: Tensor, counted: Tensor | None, mean_y: Tensor, radius: Tensor, sizes: Sizes, scale: float) -> Tensor:
-    """The choice of all tiles `[N, T, t]`, see `choose_blocks`."""
+    """The blocks `[N, T, t]` chosen by all tiles; see `choose_blocks`."""
     count = min(sizes.chosen, mean_y.shape[1])
     if traced():
         return choose_blocks(tiles, counted, mean_y, radius, count, sizes.first, scale)
@@ -181,7 +179,7 @@ def choose(tiles: Tensor, counted: Tensor | None, mean_y: Tensor, radius: Tensor
 
 
 def attend_to_blocks(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp (base 2) `[N, T, C, 1]` of some tiles, by the keys of the chosen blocks and the means of
+    """Output and log-sum-exp (base 2) `[N, T, C, 1]` of some tiles over the keys of the chosen blocks and the means of
     the others.
     """
     x = tiles * (scale * LOG2_E)
@@ -198,7 +196,7 @@ def attend_to_blocks(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float
 
 
 def _by_fused_kernels(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """The same by FlexAttention: tiles as a batch over their exact keys, all queries over block means."""
+    """`attend_to_blocks` by FlexAttention: tiles as a batch over their exact keys, and all queries over block means."""
     rows = max(LARGEST_BATCH // tiles.shape[1], 1)
     if len(tiles) > rows and not traced():
         some = zip(tiles.split(rows), blocks.split(rows), chosen.split(rows), strict=True)
@@ -218,8 +216,8 @@ def _by_fused_kernels(tiles: Tensor, blocks: Blocks, chosen: Tensor, scale: floa
 
 
 def _chunks(tiles: Tensor, numbers: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Sequences to be worked on at a time, and tiles of them: what is computed of them, `numbers` a tile, stays in a
-    CPU's caches.
+    """Yield groups of sequences and of their tiles whose intermediate results, `numbers` per tile, fit into the CPU's
+    caches.
     """
     N, T = tiles.shape[:2]
     at_once = max(BLOCK.get(tiles.device.type, OTHER_BLOCK) // numbers, 1)
@@ -234,7 +232,7 @@ def slabs(tiles: Tensor, blocks: int, sizes: Sizes) -> Iterator[tuple[slice, lis
 
 
 def _forward(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and choice of all tiles."""
+    """Output, log-sum-exp and chosen blocks of all tiles."""
     out, lse = (tiles.new_empty(*tiles.shape[:3], size) for size in (u.shape[3], 1))
     chosen = _choose(tiles, counted, y, seen, sizes, scale)
     for n, columns in slabs(tiles, y.shape[1], sizes):
@@ -245,7 +243,7 @@ def _forward(tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> tuple[Te
 
 
 class _MultipoleAttention(torch.autograd.Function):
-    """Keeps the choice and computes scores again in backward."""
+    """Saves the chosen blocks and recomputes the scores in backward."""
 
     @staticmethod
     def forward(ctx: Any, tiles, counted, y, u, seen, sizes: Sizes, scale: float) -> Tensor:
@@ -282,15 +280,15 @@ class _MultipoleAttention(torch.autograd.Function):
             count = blocks.keys.clamp(min=1).unsqueeze(-1)
             for total, part in zip((d_y[n], d_u[n]), far, strict=True):
                 total += (part / count).unsqueeze(2)
-            d_y[n] /= LOG2_E  # the queries were multiplied by it
+            d_y[n] /= LOG2_E  # x includes this factor
         if seen is not None:
             d_y, d_u = (z.masked_fill_(~seen.unsqueeze(-1), 0) for z in (d_y, d_u))
         return d_tiles, None, d_y, d_u, None, None, None
 
 
 def _gradients(x, y, u, bias, lse, delta, grad) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to queries `[..., Q, D]`, keys and values `[..., n, D]` of a part of attention whose log-sum-exp, all
-    parts together, is `lse`; `delta` is grad · out.
+    """Gradients of queries `[..., Q, D]`, keys and values `[..., n, D]` for one part of attention; `lse` is the
+    log-sum-exp over all parts, `delta` is grad · out.
     """
     scores = x @ y.mT
     if bias is not None:

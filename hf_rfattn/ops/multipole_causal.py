@@ -1,8 +1,8 @@
-"""Causal multipole attention: each query chooses its exact blocks itself, at once or token by token.
+"""Causal multipole attention: each query chooses its own exact blocks, for a whole sequence or token by token.
 
-A query sees exactly the first blocks, its own block, some blocks before it, and of the others those that rank highest
-(`multipole_choice`); the rest count as their means. The choice depends on the query and its past alone, so however
-tokens are cut into calls, the outputs are the same.
+The exact blocks of a query are the first ones, its own, some directly before it, and the best of the others
+(`multipole_choice`); the rest are approximated by their means. The choice depends only on the query and its past, so
+outputs do not depend on how tokens are split into calls.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from .multipole_choice import CausalSizes, choose_for_each
 from .softmax import SOME, attend, exp_of_difference, merge, softmax_of_scores
 from .tiles import block_size, traced
 
-TOGETHER = 64  # queries that read the same keys at once, where memory allows
-GATHER = 4  # up to so many queries, the keys of chosen blocks are gathered; for more, all keys are scored and masked
+TOGETHER = 64  # number of queries that read the same keys at once, if memory allows
+GATHER = 4  # for at most this many queries, gather the keys of chosen blocks; for more, score all keys and mask
 
 
 @dataclass
 class Context(State):
-    """Keys and values so far, those that exist one behind the other, and a summary of each block.
+    """Generation state: all keys and values so far, without padding, and a summary of each block.
 
-    The last block takes what does not exist, and is never read. Tensors grow with the number of tokens, or have room
-    for a given number. How many keys exist is never asked: a GPU would have to be waited for.
+    The last block receives padding and is never read. Tensors grow with the number of tokens, or are allocated for a
+    fixed number. The number of keys is never read from the device, which would synchronize a GPU.
     """
 
     keys: Tensor  # [B, Hkv, S, D]
@@ -36,8 +36,8 @@ class Context(State):
     sum_keys: Tensor  # [B, Hkv, S / block, D]
     sum_values: Tensor  # [B, Hkv, S / block, Dv]
     radius: Tensor  # [B, Hkv, S / block, 1], see `radius_of`
-    count: Tensor  # [B, 1], how many exist
-    tokens: Tensor | None  # [B, 0, N], no elements: N tokens were given, of which some exist; None if the room is fixed
+    count: Tensor  # [B, 1], number of keys without padding
+    tokens: Tensor | None  # [B, 0, N], no elements: N tokens so far, with padding; None if the size is fixed
 
     @staticmethod
     def new(
@@ -50,7 +50,7 @@ class Context(State):
         like: Tensor,
         fixed: bool = False,
     ) -> "Context":
-        """Room for `length` tokens, or more if it is not `fixed`; `like` a tensor in dtype and device."""
+        """Allocate room for `length` tokens, or more later unless `fixed`, with the dtype and device of `like`."""
         number = -(-length // block) + 1
         keys, values = (like.new_zeros(batch, heads, number * block, size) for size in (head_dim, value_dim))
         sum_keys, sum_values, radius = (
@@ -65,7 +65,7 @@ class Context(State):
         return self.keys.shape[2] // max(self.radius.shape[2], 1)
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens but the first, if all of these exist."""
+        """Keep only the first `length` tokens, which must not be padding."""
         self.count.fill_(length)
         if self.tokens is not None:
             self.tokens = self.tokens.new_empty(len(self.tokens), 0, length)
@@ -75,7 +75,7 @@ class Context(State):
         self.rewind(0)
 
     def with_room(self, new: int) -> "Context":
-        """The same with room for so many more tokens, and half as many again when it has to grow."""
+        """Return a context with room for `new` more tokens; if it has to grow, by at least half."""
         block, number = self.block, self.radius.shape[2]
         need = 0 if self.tokens is None else -(-(self.tokens.shape[2] + new) // block) + 1
         if need <= number:
@@ -91,9 +91,10 @@ class Context(State):
             return Context(**{name: x if name in kept else grown(x) for name, x in vars(self).items()})
 
     def extended(self, k: Tensor, v: Tensor, visible: Tensor | None) -> tuple["Context", Tensor]:
-        """With new tokens; and how many keys before it each of these sees: `[B, L]`, -1 if not even its own.
+        """Add new tokens. Returns the context and, `[B, L]`, the index of the last key that each new token sees, -1 if
+        it sees none.
 
-        Written into its own tensors, unless gradients are wanted.
+        Writes in place unless gradients are enabled.
         """
         B, K, L, _ = k.shape
         context = self.with_room(L)
@@ -108,7 +109,7 @@ class Context(State):
             return into.scatter(2, at, new) if torch.is_grad_enabled() else into.scatter_(2, at, new)
 
         keys, values = put(context.keys, k, slot), put(context.values, v, slot)
-        # the blocks that new tokens may be in, the last one again where there are fewer
+        # blocks that may contain new tokens, padded with the last block
         changed = context.count // block + torch.arange((L + block - 2) // block + 1, device=k.device)
         changed = changed.clamp(max=number - 1).expand(B, -1)[:, None, :, None]  # [B, 1, n, 1]
         block_keys, block_values = (
@@ -123,7 +124,7 @@ class Context(State):
         sum_keys, sum_values, radius = (put(x, new, changed) for x, new in zip(fields, summaries, strict=True))
         count = rank[:, -1:] + 1
         if context.tokens is None:
-            torch._assert_async((count <= (number - 1) * block).all(), "There is no room for more tokens.")
+            torch._assert_async((count <= (number - 1) * block).all(), "The static cache has no room for more tokens.")
         if not torch.is_grad_enabled():
             count = context.count.copy_(count)
         tokens = None if context.tokens is None else k.new_empty(B, 0, context.tokens.shape[2] + L)
@@ -131,8 +132,8 @@ class Context(State):
 
 
 def summarise_blocks(keys: Tensor, values: Tensor, exists: Tensor, block: int) -> list[Tensor]:
-    """Sums of keys and of values, and radius (root mean square distance to the mean key) of each block; `exists`
-    `[B, 1, S, 1]`.
+    """Sums of keys and values, and radius (root mean square distance to the mean key) of each block. `exists`
+    `[B, 1, S, 1]`: False for padding.
     """
     exists = exists.unflatten(2, (-1, block))
     y, u = (x.to(compute_dtype(x)).unflatten(2, (-1, block)).masked_fill(~exists, 0) for x in (keys, values))
@@ -153,9 +154,9 @@ def causal_multipole_attention(
 ) -> tuple[Tensor, Context]:
     """Attention `[B, H, L, Dv]` of new tokens after those in `context`, and the new context.
 
-    Queries `[B, H, L, D]`, keys and values `[B, Hkv, L, D]`; `key_mask` `[B, L]`: True for keys that exist. Blocks
-    count these. Some queries at once score all keys, in O(L · all keys · D) like softmax; a step costs
-    O((all keys / block + exact keys) · D), and does not wait for a GPU.
+    Queries `[B, H, L, D]`, keys and values `[B, Hkv, L, D]`; `key_mask` `[B, L]`: True for keys that are not padding,
+    which alone are grouped in blocks. Several queries at once (prefill) score all keys, in O(L · all keys · D) like
+    softmax. A generation step costs O((all keys / block + exact keys) · D) and does not synchronize a GPU.
     """
     B, _, L, D = q.shape
     K = k.shape[1]
@@ -171,12 +172,12 @@ def causal_multipole_attention(
             form, width = _by_fused_kernels, 2 * number
         else:
             form = masked_attention
-            if not traced():  # as many key heads at a time as let enough queries read their keys at once
+            if not traced():  # few enough key heads at a time that TOGETHER queries fit into a block
                 step = min(max(K * block_size(q, width) // min(TOGETHER, L), 1), K)
     for heads in (slice(head, head + step) for head in range(0, K, step)):
         parts = []
         size = block_size(x[:, heads].flatten(1, 2), width)
-        for start in [0] if traced() else range(0, L, size):  # counting would tie a compiled program to a length
+        for start in [0] if traced() else range(0, L, size):  # a loop would specialise a compiled graph to a length
             rows = slice(start, start + size)
             last = _blocks_seen(context, rank, rows, sizes.block)
             parts.append(_slab(form, x[:, heads, :, rows], rank[:, rows], context, heads, last, sizes, scale))
@@ -185,7 +186,7 @@ def causal_multipole_attention(
 
 
 def _blocks_seen(context: Context, rank: Tensor, rows: slice, block: int) -> int:
-    """How many blocks the queries of some rows see at most."""
+    """The largest number of blocks that any query of these rows sees."""
     length, number = rank.shape[1], context.radius.shape[2]
     if traced() or (context.tokens is None and length <= GATHER):
         return number
@@ -197,7 +198,7 @@ def _blocks_seen(context: Context, rank: Tensor, rows: slice, block: int) -> int
 
 
 def _slab(form, x, rank: Tensor, context: Context, heads: slice, number: int, sizes: CausalSizes, scale) -> Tensor:
-    """Attention of some queries `[B, K, G, L, D]` to the first `number` blocks of some heads."""
+    """Attention of queries `[B, K, G, L, D]` to the first `number` blocks of some heads."""
     summaries = (z[:, heads, :number] for z in (context.sum_keys, context.sum_values, context.radius))
     keys, values = context.keys[:, heads], context.values[:, heads]
     if form is not _gathered:
@@ -210,8 +211,8 @@ def _slab(form, x, rank: Tensor, context: Context, heads: slice, number: int, si
 def masked_attention(
     x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float, held: Tensor | None = None
 ) -> Tensor:
-    """All keys are scored; those that are not exact are hidden. `held` `[B, K, S]`: the numbers of the S blocks whose
-    keys are given, if not all are, in ascending order.
+    """Score all keys and mask those that are not exact. `held` `[B, K, S]`: indices, in ascending order, of the S
+    blocks whose keys are given; None if all are.
     """
     dtype, c = compute_dtype(x), sizes.block
     x = x.to(dtype) * scale
@@ -229,8 +230,8 @@ def masked_attention(
 
 
 def _by_fused_kernels(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """The same without scores in memory, other than those with block means, by which blocks are chosen. Key blocks that
-    no query of 128 has chosen are skipped.
+    """The same by fused kernels, which keep only the scores with block means in memory, for the choice. Key blocks that
+    none of 128 queries has chosen are skipped.
     """
     dtype, c = compute_dtype(x), sizes.block
     means, mean_values = sum_keys / c, sum_values / c
@@ -251,10 +252,10 @@ def _by_fused_kernels(x, rank, keys, values, sum_keys, sum_values, radius, sizes
 
 
 def _gathered(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """Only exact keys are read, and sums: a copy of all means would cost more than the rest of a step."""
+    """Read only the exact keys and the sums. A copy of all means would cost more than the rest of a step."""
     dtype, (B, K, R, _), c = compute_dtype(x), x.shape, sizes.block
     x = x.to(dtype) * scale
-    scores = (sum_keys @ x.mT).mT / c  # the other way round this takes twice as long for few queries
+    scores = (sum_keys @ x.mT).mT / c  # twice as fast as x @ sum_keys.mT for few queries
     blocks, far = choose_for_each(x.detach(), rank, scores.detach(), radius.squeeze(3), sizes)
     start = torch.arange(B * K, device=x.device).view(B, K, 1, 1) * (keys.shape[2] // c)
     rows = (blocks + start).flatten()

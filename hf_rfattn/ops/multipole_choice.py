@@ -1,8 +1,7 @@
-"""What multipole attention decides before it computes: the order of tokens and the blocks that stay exact.
+"""Decisions of multipole attention: the order of tokens and the choice of exact blocks.
 
-All of it is constant to autograd, and shared by the fast operators and the naive definition. Hidden tokens never
-count, and ties go to the token or block that comes first, so neither padding nor the way a sequence is cut into calls
-changes a decision.
+The fast operators and the naive definition share them, and autograd treats them as constants. Padding is ignored and
+ties go to the first token or block, so decisions depend neither on padding nor on how a sequence is split into calls.
 """
 
 import math
@@ -13,19 +12,19 @@ from torch import Tensor
 
 from .tiles import traced
 
-SUBTILES = 4  # votes of a tile: as good as one vote for each query, at a fraction of the cost
-DEVIATIONS = 3.0  # above the mean score of a block: 2 and 4 choose nearly as well
-SAMPLE = 4  # every so many tokens tell the variances of all
-BITS = 16  # of the code of a token's content, at most 16
-SPREAD = 8.0  # heads whose queries and keys spread less than this are ordered by content
+SUBTILES = 4  # votes per tile: as good as one vote per query, at a fraction of the cost
+DEVIATIONS = 3.0  # standard deviations above the mean score of a block; 2 and 4 work nearly as well
+SAMPLE = 4  # variances are estimated from every fourth token
+BITS = 16  # bits of the content code of a token, at most 16
+SPREAD = 8.0  # heads with less spread of queries and keys than this are ordered by content
 
 
 Order = Literal["position", "content", "auto"]
 
 
 class Sizes(NamedTuple):
-    """Keys a `block`, queries a `tile` (a multiple of 4), number of blocks that are exact, and how many of them are
-    the first ones.
+    """Keys per `block`, queries per `tile` (a multiple of 4), number of exact blocks (`chosen`), of which the `first`
+    ones of the sequence are fixed.
     """
 
     block: int
@@ -35,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 class CausalSizes(NamedTuple):
-    """Keys a `block`; how many blocks are `chosen` by each query, are `local` (before its own), and are the `first`."""
+    """Keys per `block`; numbers of blocks that are `chosen` by each query, `local` (before its own) and `first`."""
 
     block: int
     chosen: int
@@ -45,16 +44,16 @@ class CausalSizes(NamedTuple):
 
 @torch.no_grad()
 def best_first(scores: Tensor, count: int) -> Tensor:
-    """Indices `[..., count]` of the largest scores `[..., N]`; of equal ones, the first."""
+    """Indices `[..., count]` of the largest scores `[..., N]`; ties go to the first."""
     return _unique(scores).topk(count, dim=-1, sorted=False).indices
 
 
 def _unique(scores: Tensor) -> Tensor:
-    """Integers in the order of the scores, those of equal scores in falling order."""
-    if scores.dtype == torch.float64:  # exactly, where nobody is in a hurry
+    """Distinct integers in the order of the scores; among equal scores, earlier ones are larger."""
+    if scores.dtype == torch.float64:  # slower but exact
         return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).neg()
     bits = scores.to(torch.float32).contiguous().view(torch.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, negative floats rise when they fall
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats are in reverse order
     return bits.long().mul_(2**32).sub_(torch.arange(scores.shape[-1], device=scores.device))
 
 
@@ -62,12 +61,12 @@ def _unique(scores: Tensor) -> Tensor:
 def choose_blocks(
     tiles: Tensor, counted: Tensor | None, mean_y: Tensor, radius: Tensor, count: int, first: int, scale: float
 ) -> Tensor:
-    """Numbers `[N, T, count]` of the blocks that each tile of queries sees exactly.
+    """Indices `[N, T, count]` of the exact blocks of each tile of queries.
 
-    `tiles` `[N, T, C, D]`; `counted` `[N, T, C, 1]` tells which of these queries vote. `mean_y` `[N, B, D]` and
-    `radius` `[N, B]` of each block, see `radius_of`. The `first` blocks are always chosen, the others by
-    `likely_largest`: each quarter of a tile votes with the softmax over blocks of its mean, and the largest vote
-    counts. O(T · B · D).
+    `tiles` `[N, T, C, D]`; `counted` `[N, T, C, 1]`: True for queries that vote. `mean_y` `[N, B, D]` and `radius`
+    `[N, B]` of each block, see `radius_of`. The `first` blocks are always chosen, the others by `likely_largest`: each
+    quarter of a tile votes with the softmax of its mean query over blocks, and a block's score is its largest vote.
+    O(T · B · D).
     """
     parts = tiles.unflatten(2, (SUBTILES, -1))
     norm = parts.norm(dim=-1, keepdim=True)
@@ -92,18 +91,18 @@ def _log2_sum_exp2(x: Tensor) -> Tensor:
 
 
 def radius_of(mean_square: Tensor, mean: Tensor) -> Tensor:
-    """Root of the mean squared distance of keys to their mean: `[...]`, from the mean of their squared norms `[...]`
-    and their mean `[..., D]`.
+    """Root mean square distance `[...]` of keys to their mean, from the mean of their squared norms `[...]` and their
+    mean `[..., D]`.
     """
     return (mean_square - mean.square().sum(-1)).clamp(min=0).sqrt()
 
 
 def likely_largest(scores: Tensor, norm: Tensor, radius: Tensor, dim: int) -> Tensor:
-    """What the largest score of a query with a key of a block may be: `[..., Q, B]` from its score with the mean key.
+    """Estimate the largest score `[..., Q, B]` of a query with the keys of a block from its score with the mean key.
 
-    If the keys scatter alike in all directions, their scores have a standard deviation of ‖x‖ · radius / √D, and this
-    is `DEVIATIONS` of them above the mean. `norm` `[..., Q, 1]` of the queries; `radius` `[..., B]`, -inf for a block
-    without keys.
+    If keys are distributed isotropically, their scores have a standard deviation of ‖x‖ · radius / √D; the estimate is
+    `DEVIATIONS` standard deviations above the mean. `norm` `[..., Q, 1]` of the queries; `radius` `[..., B]`, -inf for
+    a block without keys.
     """
     return scores + norm.clamp(min=1e-30) * (radius * (DEVIATIONS / math.sqrt(dim))).unsqueeze(-2)
 
@@ -112,15 +111,15 @@ def likely_largest(scores: Tensor, norm: Tensor, radius: Tensor, dim: int) -> Te
 def choose_for_each(
     x: Tensor, rank: Tensor, scores: Tensor, radius: Tensor, sizes: CausalSizes
 ) -> tuple[Tensor, Tensor]:
-    """The choice of each causal query for itself, by the same rule: its exact blocks `[B, K, R, t]`, and a bias `[B,
-    K, R, N]` for the means of all N blocks, the log of the number of keys of those that count as means, else -inf.
+    """Choose blocks for each causal query by the same rule. Returns its exact blocks `[B, K, R, t]` and a bias
+    `[B, K, R, N]` for the means of all N blocks: the log of the number of keys, or -inf for exact and later blocks.
 
-    Queries `[B, K, R, D]` carry the scale; each sees `rank` `[B, 1, R]` keys before the last one it sees, -1 if none.
+    Queries `[B, K, R, D]` include the scale; `rank` `[B, 1, R]` is the index of the last key each sees, -1 if none.
     `scores` `[B, K, R, N]` with the mean keys, `radius` `[B, K, N]`. The exact blocks are the first, the local and the
-    chosen ones; a query that sees fewer gets some that come after its own block, in which it sees no key.
+    chosen ones; for a query that sees fewer, they include blocks after its own, where it sees no key.
     """
     number = torch.arange(radius.shape[2], device=x.device)
-    own = rank.div(sizes.block, rounding_mode="floor").unsqueeze(-1)  # block of the last key that each query sees
+    own = rank.div(sizes.block, rounding_mode="floor").unsqueeze(-1)  # block of the last key of each query
     bounds = likely_largest(scores, x.norm(dim=-1, keepdim=True), radius, x.shape[3])
     bounds = bounds.masked_fill_((number < sizes.first) | (number >= own - sizes.local), torch.inf)
     bounds = bounds.masked_fill_(number > own, -torch.inf)
@@ -131,7 +130,7 @@ def choose_for_each(
 
 @torch.no_grad()
 def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tuple[Any, Any]:
-    """Positions of keys `[B, Hkv, Lk]` and queries `[B, H, Lq]`, those that exist first; None if they stay in place."""
+    """Order of keys `[B, Hkv, Lk]` and queries `[B, H, Lq]` as positions, padding last; None if nothing moves."""
     (B, H), heads = x.shape[:2], y.shape[1]
     y_order, x_order = (
         None if seen is None else seen.long().argsort(dim=2, descending=True, stable=True).expand(B, n, -1)
@@ -148,7 +147,7 @@ def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tu
     content = torch.ones(B, heads, dtype=torch.bool, device=x.device)
     if order == "auto":
         content = prefers_content(x_moments[1], y_moments[1], scale)
-        if x.is_cpu and not traced() and not content.any():  # a GPU would have to be waited for
+        if x.is_cpu and not traced() and not content.any():  # reading it would synchronize a GPU
             return y_order, x_order
 
     def by_content(z, seen, z_moments, before, first: int) -> Tensor:
@@ -165,14 +164,14 @@ def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tu
 
 
 def content_code(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """A number `[..., L]` for each token `[..., L, D]`; tokens with similar numbers are near in content.
+    """Map each token `[..., L, D]` to a number `[..., L]`, such that tokens with similar numbers have similar content.
 
-    It tells on which side of the mean a token lies in the `BITS` coordinates of the largest variance, read as a Gray
-    code: tokens with consecutive numbers differ in one side. `mean` and `variance` `[..., D]`.
+    The bits are the sides of the mean on which a token lies in the `BITS` coordinates of largest variance, read as a
+    Gray code, so that consecutive numbers differ in one side. `mean` and `variance` `[..., D]`.
     """
     bits = min(BITS, x.shape[-1])
     largest = variance.argsort(dim=-1, descending=True, stable=True)[..., :bits].unsqueeze(-2)
-    middle = mean + 1e-3 * variance.sqrt()  # not just the mean, at which rounded numbers may lie
+    middle = mean + 1e-3 * variance.sqrt()  # not exactly the mean, with which rounded numbers may coincide
     sides = x.gather(-1, largest.expand(*x.shape[:-1], -1)) > middle.unsqueeze(-2).gather(-1, largest)
     weights = 2.0 ** torch.arange(bits - 1, -1, -1, device=x.device, dtype=x.dtype)
     gray = (sides.to(x.dtype) @ weights).to(torch.int32)
@@ -182,7 +181,7 @@ def content_code(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def take(x: Tensor, order: Tensor | None) -> Tensor:
-    """Tokens `[B, H, L, D]` in another order, in which each comes once: `[B, H, L]`."""
+    """Reorder tokens `[B, H, L, D]` by a permutation `[B, H, L]`."""
     if order is None:
         return x
     if traced():
@@ -191,13 +190,13 @@ def take(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where each position of an order `[B, H, L]` has gone."""
+    """The inverse of a permutation `[B, H, L]`."""
     at = torch.arange(order.shape[2], device=order.device).expand_as(order)
     return torch.zeros_like(order).scatter(2, order, at)
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order; torch would add up gradients of rows one by one."""
+    """Permutes rows with a fast backward; torch's own would accumulate gradients row by row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
@@ -214,8 +213,8 @@ class _Permute(torch.autograd.Function):
 def prefers_content(x_variance: Tensor, y_variance: Tensor, scale: float) -> Tensor:
     """`[B, K]`, True for key heads whose tokens are better ordered by content than by position.
 
-    By the variances of queries `[B, H, D]` and keys `[B, K, D]`. Where they spread widely, scores are sharp and mostly
-    local, and neighbours in the text share their keys. Where they spread little, attention is diffuse, and blocks of
+    The rule uses the variances of queries `[B, H, D]` and keys `[B, K, D]`. With a large spread, attention is sharp and
+    mostly local, and neighbouring queries share their keys. With a small spread, attention is diffuse, and blocks of
     similar keys have better means. The spread is the geometric mean of both total variances, in units of the scores.
     """
     spread = x_variance.sum(-1).unflatten(1, (y_variance.shape[1], -1)).mean(-1)
@@ -223,8 +222,8 @@ def prefers_content(x_variance: Tensor, y_variance: Tensor, scale: float) -> Ten
 
 
 def moments(x: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance `[..., D]` of each coordinate of tokens `[..., L, D]`, of every `SAMPLE`-th of them; `seen`
-    `[..., L]`: those that count.
+    """Mean and variance `[..., D]` of each coordinate over every `SAMPLE`-th token of `[..., L, D]`; `seen` `[..., L]`:
+    False for padding.
     """
     x = x[..., ::SAMPLE, :]
     if seen is None:

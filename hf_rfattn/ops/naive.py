@@ -1,4 +1,4 @@
-"""Naive definitions: dense L × L matrices, written to be read. The fast operators are tested against these."""
+"""Naive definitions as dense L × L matrices, written for readability. The fast operators are tested against them."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def allowed_pairs(
     bandwidth: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """`[B or 1, 1, Lq, Lk]`, True where query i may see key j; the last query stands at the last key.
+    """`[B or 1, 1, Lq, Lk]`, True where query i may see key j; the last query is aligned with the last key.
 
     >>> allowed_pairs(3, 3, causal=True).int()[0, 0]
     tensor([[1, 0, 0],
@@ -46,9 +46,9 @@ def allowed_pairs(
 
 
 def normalised_weights(scores: Tensor, allowed: Tensor, floor: Tensor | None = None) -> Tensor:
-    """Each row of the allowed `scores` divided by its sum; rows with nothing allowed are zero.
+    """Divide each row of the allowed `scores` by its sum. Rows without allowed keys are zero.
 
-    `floor`, a magnitude for each pair, guards rows of signed scores whose sum nearly vanishes.
+    `floor`, a magnitude per pair, bounds the denominator of signed scores away from zero.
     """
     scores = scores.masked_fill(~allowed, 0)
     total = scores.sum(-1, keepdim=True)
@@ -59,20 +59,20 @@ def normalised_weights(scores: Tensor, allowed: Tensor, floor: Tensor | None = N
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed keys; rows with nothing allowed are zero."""
+    """Softmax over the allowed keys. Rows without allowed keys are zero."""
     return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~allowed, 0)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Key heads repeated for the query heads that share them."""
+    """Repeat key heads for the query heads that share them."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def multipole_weights(x: Tensor, y: Tensor, sizes: Sizes, order: Order, seen: Tensor, global_rows: int) -> Tensor:
     """Multipole attention of one sequence as a dense matrix `[H, Lq, Lk]`.
 
-    Queries `[H, Lq, D]` and keys `[K, Lk, D]` carry the square root of the scale; `seen` `[Lk]`: keys that exist, and
-    if Lq = Lk queries that exist. The first `global_rows` of these queries see every key.
+    Queries `[H, Lq, D]` and keys `[K, Lk, D]` include the square root of the scale; `seen` `[Lk]`: False for padding
+    (also of queries if Lq = Lk). The first `global_rows` queries that are not padding see every key.
     """
     x, y, y_seen = x[None], y[None], seen[None, None]
     x_seen = y_seen if x.shape[2] == y.shape[2] else torch.ones_like(x[:, :1, :, 0], dtype=torch.bool)
@@ -95,7 +95,7 @@ def multipole_weights(x: Tensor, y: Tensor, sizes: Sizes, order: Order, seen: Te
 
 
 def causal_multipole_weights(x: Tensor, y: Tensor, sizes: CausalSizes, seen: Tensor) -> Tensor:
-    """Causal multipole attention of one sequence, `[H, L, L]`, as `multipole_weights`."""
+    """Causal multipole attention of one sequence as a dense matrix `[H, L, L]`; see `multipole_weights`."""
     y = repeat_heads(y[None], x.shape[0])[0]
     rank = seen.long().cumsum(0) - 1
     number = torch.arange(-(-y.shape[1] // sizes.block), device=y.device)
@@ -103,7 +103,7 @@ def causal_multipole_weights(x: Tensor, y: Tensor, sizes: CausalSizes, seen: Ten
     means, radius = _means(y, member)
     _, far = choose_for_each(x[None], rank[None, None], (x @ means.mT)[None], radius[None], sizes)
     far = far[0] > -torch.inf  # [H, L, B]
-    allowed = (rank <= rank[:, None]) & seen  # key j exists and is not later than query i
+    allowed = (rank <= rank[:, None]) & seen  # key j is not padding and not later than query i
     return _near_and_far(x, y, member, ~far, far, allowed)
 
 
@@ -118,7 +118,7 @@ def _means(y: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _near_and_far(x, y, member: Tensor, near: Tensor, far: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """Keys of near blocks count one by one, far blocks as so many keys at their mean: `near`, `far` `[H, Lq, B]`."""
+    """Weights with exact keys in near blocks and the mean key in far blocks: `near`, `far` `[H, Lq, B]`."""
     one, (means, _) = member.to(y.dtype), _means(y, member)
     count = one.sum(2)
     exact = near.to(y.dtype) @ one > 0

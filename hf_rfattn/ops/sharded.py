@@ -1,10 +1,10 @@
-"""Attention over a sequence that is divided between processes, each of which holds a part of it.
+"""Attention over a sequence that is sharded across processes.
 
-Sums of keys are a few thousand numbers a head however long the sequence is, so linear attention needs one small
-exchange a layer: all sums are gathered, and a query reads those of all parts (bidirectional) or of the parts before
-its own (causal). A band needs the keys of its neighbours (`Part.around`).
+The sums of linear attention are a few thousand numbers per head, whatever the sequence length, so each layer needs one
+small exchange: all sums are gathered, and a query reads those of all parts (bidirectional) or of the parts before its
+own (causal). A band needs the keys of neighbouring parts (`Part.around`).
 
-Collectives have gradients, which are their adjoints: those of the sum of what all processes compute.
+The gradients of collectives are their adjoints: they differentiate the sum of the outputs of all processes.
 """
 
 from collections.abc import Callable
@@ -27,51 +27,51 @@ from .softmax import attend, merge
 
 @dataclass(frozen=True)
 class Part:
-    """What a process holds of a sequence: `length` positions, as many on each process of the group, in their order.
+    """A process's part of a sharded sequence: `length` contiguous positions, the same number on every process.
 
-    Masks are those of the whole sequence, which every process knows.
+    Masks cover the whole sequence and are the same on every process.
     """
 
     group: Any  # dist.ProcessGroup
     rank: int
     size: int  # number of processes, N
     length: int
-    key_mask: Tensor | None = None  # [B, N · length], True for keys that exist
-    segments: Tensor | None = None  # [B, N · length], numbers of packed sequences
+    key_mask: Tensor | None = None  # [B, N · length], True for keys that are not padding
+    segments: Tensor | None = None  # [B, N · length], indices of packed sequences
 
     @property
     def start(self) -> int:
-        """The first position of this part."""
+        """First position of this part."""
         return self.rank * self.length
 
     def of(self, causal: bool) -> "Part":
-        """The same for attention of this kind: sequences are packed for causal attention alone."""
+        """This part without `segments` unless causal, since only causal attention uses packing."""
         return self if causal or self.segments is None else replace(self, segments=None)
 
     def without_global(self, count: int, causal: bool, like: Tensor) -> "Part":
-        """The same without its global keys, which are then none that exist."""
+        """This part with its global keys masked out."""
         chosen = Globals.of(self, count, causal, like).chosen
         return replace(self, key_mask=~chosen if self.key_mask is None else self.key_mask & ~chosen)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This part of something that has all positions."""
+        """Slice of a tensor with all positions that belongs to this part."""
         return x.narrow(dim, self.start, self.length)
 
     def gather(self, x: Tensor) -> Tensor:
-        """What each process gives, `[N, ...]`."""
+        """Gather a tensor from all processes, `[N, ...]`."""
         return _Gather.apply(x, self)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """All parts one behind the other."""
+        """Gather and concatenate all parts."""
         return torch.cat(self.gather(x).unbind(), dim)
 
     def around(self, x: Tensor, before: int, after: int) -> Tensor:
-        """This part of x `[B, H, L, E]` with up to so many positions before and after it, as far as there are any.
+        """Extend this part of x `[B, H, L, E]` by up to `before` and `after` neighbouring positions.
 
-        They may lie on several processes. Each sends only what others need.
+        The neighbours may be on several processes. Each process sends only what others need.
         """
 
-        def count(distance: int) -> int:  # positions needed from the process at this distance, negative if before
+        def count(distance: int) -> int:  # positions needed from the process at this (signed) distance
             width = before if distance < 0 else after
             return min(max(width - (abs(distance) - 1) * self.length, 0), self.length) if distance else 0
 
@@ -86,9 +86,9 @@ class Part:
         return torch.cat([found[:, :, :left], x, found[:, :, left:]], 2)
 
     def fetch(self, x: Tensor, index: Tensor) -> Tensor:
-        """Tokens `[B, H, S, E]` of x at the positions that this process asks for, zero where there is none.
+        """Fetch the tokens `[B, H, S, E]` of x that this process requests, zero for empty requests.
 
-        `index` `[B, N, S]`: the positions in the whole sequence that each process asks for, -1 for none.
+        `index` `[B, N, S]`: positions in the whole sequence that each process requests, -1 for none.
         """
         local = (index - self.start).flatten(1)
         here = (local >= 0) & (local < self.length) & (index >= 0).flatten(1)
@@ -98,7 +98,7 @@ class Part:
         return Exchange.apply(found.movedim(2, 0), ones, ones, self).sum(0)
 
     def gather_sums(self, sums: Sums) -> list[Sums]:
-        """The sums of every process, by one exchange."""
+        """Gather the sums of all processes in one exchange."""
         features = sums.outer.shape[-2]
         scale = sums.log_scale.detach()
         packed = torch.cat([sums.outer, sums.total, scale.mT.expand(-1, -1, features, 1)], -1)
@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Exchange(torch.autograd.Function):
-    """Rows `[L, ...]` to and from each process."""
+    """All-to-all exchange of rows `[L, ...]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], part: Part) -> Tensor:
@@ -143,16 +143,16 @@ def _collective(part: Part, call: Callable[[], Any]) -> None:
         call()
     except RuntimeError as error:
         raise RuntimeError(
-            f"Process {part.rank} of {part.size} that share a sequence lost the others: one of them has ended, has run "
-            "another number of forward or backward passes, or did not answer within the time-out of the process group. "
-            f"Their logs say why. ({error})"
+            f"Process {part.rank} of {part.size} that share a sequence lost the others: one of them has ended, ran a "
+            "different number of forward or backward passes, or exceeded the timeout of the process group. See their "
+            f"logs. ({error})"
         ) from error
 
 
 def part_of_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, phi_q: FeatureFunction, phi_k: FeatureFunction, part: Part
 ) -> Tensor:
-    """`linear_attention` of the queries of a part to the keys of all."""
+    """`linear_attention` of the queries of a part to all keys."""
     mask = None if part.key_mask is None else part.own(part.key_mask, 1)
     sums = part.gather_sums(summarise(k, v, phi_k, mask))
     return read_sums(q, reduce(Sums.plus, sums), phi_q)
@@ -168,12 +168,12 @@ def part_of_causal_linear_attention(
     lag: int = 0,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`causal_linear_attention` of the queries of a part, and its log d: to all keys at least `lag` positions before
-    each, or with `reverse` after each.
+    """`causal_linear_attention` of the queries of a part, and its log d, over all keys at least `lag` positions before
+    each query, or after it with `reverse`.
     """
     total = part.size * part.length
     mask, segments = part.key_mask, part.segments
-    if lag:  # keys come so much later
+    if lag:  # shift the keys
         lag = min(lag, total)
         k, v = _lagged(torch.cat([k, v], -1), lag, part, reverse).split([k.shape[-1], v.shape[-1]], -1)
         mask = torch.ones(q.shape[0], total, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -189,7 +189,7 @@ def part_of_causal_linear_attention(
         mask = None if mask is None else mask.flip(1)
 
     visible = mask
-    if pair is not None:  # what may go on in the next part
+    if pair is not None:  # keys of the sequence that may continue in the next part
         last = pair[1] == pair[1][:, -1:]
         visible = last if mask is None else last & mask
     sums = part.gather_sums(summarise(k, v, phi_k, visible))
@@ -204,7 +204,7 @@ def part_of_causal_linear_attention(
 
 
 def _lagged(x: Tensor, lag: int, part: Part, reverse: bool) -> Tensor:
-    """This part of x `[B, H, L, E]` moved by `lag` positions, zero where nothing comes from."""
+    """This part of x `[B, H, L, E]` shifted by `lag` positions, with zeros from outside of the sequence."""
     if reverse:
         x = part.around(x, 0, lag)
         return F.pad(x, (0, 0, 0, lag + part.length - x.shape[2]))[:, :, lag:]
@@ -215,13 +215,13 @@ def _lagged(x: Tensor, lag: int, part: Part, reverse: bool) -> Tensor:
 def part_of_banded_attention(
     q: Tensor, k: Tensor, v: Tensor, bandwidth: int, part: Part, *, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """`banded_attention` of the queries of a part, and its lse."""
+    """`banded_attention` of the queries of a part, and its log-sum-exp."""
     first = max(part.start - bandwidth, 0)
     last = min(part.start + part.length + (0 if causal else bandwidth), part.size * part.length)
     both = part.around(torch.cat([k, v], -1), bandwidth, 0 if causal else bandwidth)
     k, v = both.split([k.shape[-1], v.shape[-1]], -1)
     ahead = part.start - first
-    q = F.pad(q, (0, 0, ahead, last - part.start - part.length))  # stand-ins keep positions aligned
+    q = F.pad(q, (0, 0, ahead, last - part.start - part.length))  # keeps queries and keys aligned
     masks = (None if x is None else x[:, first:last] for x in (part.key_mask, part.segments))
     key_mask, segments = masks
     found = banded_attention(q, k, v, bandwidth, scale=scale, key_mask=key_mask, causal=causal, segments=segments)
@@ -233,8 +233,8 @@ class Globals(NamedTuple):
     """The global keys of a sequence (`masks.global_keys`), as a part needs them."""
 
     chosen: Tensor  # [B, N · length]
-    asked: Tensor  # [B, N, S], positions of those that the first query of each part sees
-    own: Tensor  # [B, length or 1, S], positions of those that each query of this part sees
+    asked: Tensor  # [B, N, S], positions seen by the first query of each part
+    own: Tensor  # [B, length or 1, S], positions seen by each query of this part
 
     @staticmethod
     def of(part: Part, count: int, causal: bool, like: Tensor) -> "Globals":
@@ -250,7 +250,7 @@ class Globals(NamedTuple):
 def part_of_global_attention(
     q: Tensor, k: Tensor, v: Tensor, count: int, bandwidth: int, part: Part, *, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """`global_attention` of the queries of a part, and its lse."""
+    """`global_attention` of the queries of a part, and its log-sum-exp."""
     found = Globals.of(part, count, causal, q)
     fetched = part.fetch(torch.cat([k, v], -1), found.asked)
     positions = part.start + torch.arange(part.length, device=q.device)
@@ -258,9 +258,9 @@ def part_of_global_attention(
     slots = torch.arange(found.own.shape[2], device=q.device).expand_as(found.own)
     if part.segments is None:
         index, both = slots, fetched
-    else:  # sequences that begin in this part have their global keys here
+    else:  # the global keys of sequences that begin in this part are local
         local = found.own - part.start
-        here = (local >= 0) & (local < part.length)  # what comes later is not seen
+        here = (local >= 0) & (local < part.length)
         index = torch.where(here, local + slots.shape[2], slots)
         both = torch.cat([fetched, torch.cat([k, v], -1)], 2)
     k, v = both.split([k.shape[-1], v.shape[-1]], -1)
@@ -270,7 +270,7 @@ def part_of_global_attention(
 def part_with_global_rows(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, count: int, part: Part, *, scale: float, last: bool = True
 ) -> Tensor:
-    """`with_global_rows` of a part: each process attends to its keys, and all of them are merged."""
+    """`with_global_rows` of a part: each process attends to its own keys, and the results are merged."""
     found, dtype = Globals.of(part, count, not last, q), compute_dtype(q)
     x = part.fetch(q, found.asked).to(dtype)
     mask = None if part.key_mask is None else part.own(part.key_mask, 1)

@@ -1,10 +1,9 @@
-"""Multipole attention over a sequence that is divided between processes: block summaries are gathered, exact blocks
-are fetched.
+"""Multipole attention over a sharded sequence: gathers block summaries and fetches the exact blocks.
 
-Blocks and tiles count tokens in an order of their own, so tokens are first dealt out in that order (`Deal`): each
-process gets whole blocks of keys and whole tiles of queries. It gathers the summaries of all blocks, chooses blocks as
-one process would, fetches those that it has chosen (`fetch_blocks`), and sends its outputs back to where their queries
-came from. Each token is sent a fixed number of times, and summaries grow with the length over the block size.
+Blocks and tiles order tokens by content, so tokens are first redistributed in that order (`Deal`): each process gets
+whole blocks of keys and whole tiles of queries. It gathers the summaries of all blocks, chooses blocks as a single
+process would, fetches the chosen ones (`fetch_blocks`), and returns its outputs to the processes of their queries. Each
+token is sent a fixed number of times; the size of the summaries is proportional to length / block size.
 """
 
 import torch
@@ -34,7 +33,7 @@ from .tiles import block_size
 def part_of_multipole_attention(
     q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, part: Part, *, order: Order, scale: float
 ) -> Tensor:
-    """`multipole_attention` of the queries of a part to the keys of all."""
+    """`multipole_attention` of the queries of a part to all keys."""
     heads, dtype = k.shape[1], compute_dtype(q)
     x, y, u = (z.to(dtype) for z in (q, k, v))
     y_order, x_order = _orders(x, y, sizes, order, scale, part)
@@ -73,8 +72,8 @@ def part_of_causal_multipole_attention(
 ) -> Tensor:
     """`causal_multipole_attention` of the queries of a part.
 
-    Each query chooses its blocks itself. Those of all queries of a part are most of the blocks before it, so more is
-    fetched than by bidirectional attention; what a process computes is its share.
+    Each query chooses its own blocks. Together, the queries of a part choose most of the blocks before it, so more is
+    fetched than for bidirectional attention; the computation is still divided evenly.
     """
     heads, dtype = k.shape[1], compute_dtype(q)
     seen, number = _seen(part, q)
@@ -111,31 +110,32 @@ def part_of_causal_multipole_attention(
 
 
 class Deal:
-    """Tokens of a divided sequence in another order, of which each process holds the same number, a multiple of `unit`.
+    """Redistributes the tokens of a sharded sequence in another order. Each process gets the same number of tokens, a
+    multiple of `unit`.
 
-    `order` `[B, H, N · length]`: the positions of tokens in that order, which every process knows.
+    `order` `[B, H, N · length]`: the positions of tokens in the new order, the same on every process.
     """
 
     def __init__(self, order: Tensor, unit: int, part: Part):
         self.part, (B, H, total) = part, order.shape
         self.room = -(-total // (part.size * unit)) * unit
         to = (part.own(inverse(order), 2) // self.room).flatten()
-        self.leaving = to.argsort(stable=True)  # by process; by sequence, head and position
+        self.leaving = to.argsort(stable=True)  # sorted by process, then sequence, head and position
         self.given = to.bincount(minlength=part.size).tolist()
         token = F.pad(order, (0, part.size * self.room - total), value=-1)
         token = token.narrow(2, part.rank * self.room, self.room).reshape(B * H, -1)
-        come = token.div(part.length, rounding_mode="floor")  # from which process; -1 for an empty place
+        come = token.div(part.length, rounding_mode="floor")  # source process; -1 for an empty slot
         row = torch.arange(B * H, device=order.device).unsqueeze(1)
         arriving = ((come * B * H + row) * part.length + token % part.length).flatten().argsort()
         self.arriving = arriving[int((come < 0).sum()) :]
         self.taken = come[come >= 0].bincount(minlength=part.size).tolist()
 
     def places(self) -> Tensor:
-        """The numbers in the new order of what this process holds, `[1, room]`."""
+        """Indices in the new order of the tokens on this process, `[1, room]`."""
         return self.part.rank * self.room + torch.arange(self.room, device=self.leaving.device)[None]
 
     def there(self, x: Tensor) -> Tensor:
-        """`[B, H, length, E]` → `[B, H, room, E]`, zero in empty places."""
+        """`[B, H, length, E]` → `[B, H, room, E]`, zero in empty slots."""
         return self._moved(x, self.leaving, self.given, self.arriving, self.taken, self.room)
 
     def back(self, x: Tensor) -> Tensor:
@@ -149,14 +149,14 @@ class Deal:
 
 
 def fetch_blocks(blocks: Tensor, need: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocks that this process needs, `[N, S, c, E]`; their numbers `[N, S]`, larger than any in empty places; and
-    for each block its place, `[N, all blocks]`.
+    """Fetch the blocks that this process needs, `[N, S, c, E]`. Also returns their indices `[N, S]`, with the number of
+    blocks for empty slots, and the slot of each block, `[N, all blocks]`.
 
     `blocks` `[N, B, c, E]` of this process; `need` `[N, all blocks]`.
     """
     N, B = blocks.shape[:2]
     wanted = part.gather(need.to(torch.uint8)).bool()[:, :, part.rank * B : (part.rank + 1) * B].flatten(1)
-    rows = wanted.nonzero()[:, 1]  # by process; by row and number
+    rows = wanted.nonzero()[:, 1]  # sorted by process, then row and index
     source, row, number = need.view(N, part.size, B).transpose(0, 1).nonzero().unbind(1)
     given, taken = wanted.sum(1).tolist(), source.bincount(minlength=part.size).tolist()
     found = Exchange.apply(blocks.flatten(0, 1).index_select(0, rows), given, taken, part)
@@ -169,7 +169,7 @@ def fetch_blocks(blocks: Tensor, need: Tensor, part: Part) -> tuple[Tensor, Tens
 
 
 def _seen(part: Part, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens exist, and how many exist before each, with itself: `[B, N · length]`, from -1."""
+    """`[B, N · length]`: which tokens are not padding, and the index of each among those, -1 before the first."""
     total = part.size * part.length
     seen = part.key_mask
     if seen is None:
@@ -178,12 +178,12 @@ def _seen(part: Part, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count(part: Part, like: Tensor) -> Tensor:
-    """How many tokens of each sequence exist, `[B, 1]`."""
+    """Number of tokens of each sequence without padding, `[B, 1]`."""
     return _seen(part, like)[0].sum(1, keepdim=True)
 
 
 def _position_code(seen: Tensor, number: Tensor) -> Tensor:
-    """Negative numbers in the order of positions; tokens that do not exist come last."""
+    """Negative numbers in the order of positions; padding comes last."""
     return (number - seen.shape[1]).masked_fill(~seen, 2**BITS)
 
 

@@ -1,4 +1,4 @@
-"""Exact softmax attention that also gives its log-sum-exp, so that parts of it can be computed apart and merged."""
+"""Exact softmax attention that also returns its log-sum-exp, so that parts can be computed separately and merged."""
 
 import math
 
@@ -14,12 +14,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: f
     """out_i = Σ_j P_ij v_j with P_ij = exp(scale · q_iᵀk_j + bias_ij - lse_i), and lse `[B, H, Lq, 1]`.
 
     Queries `[B, H, Lq, D]`, keys and values `[B, Hkv, Lk, D]`; `bias` broadcasts to `[B, H, Lq, Lk]` and is -inf where
-    a query does not see a key. One that sees none has out = 0 and lse = -inf. O(Lq · Lk · D), for few queries or keys.
+    a query does not see a key. A query that sees no key has out = 0 and lse = -inf. O(Lq · Lk · D), so meant for few
+    queries or keys.
     """
     B, H, L = q.shape[:3]
     if k.shape[1] != H:
         k, v = k.repeat_interleave(H // k.shape[1], dim=1), v.repeat_interleave(H // v.shape[1], dim=1)
-    # torch's kernel for CPUs knows its log-sum-exp, but not the gradient of it, and divides by sizes of zero
+    # torch's CPU kernel returns the log-sum-exp, but without a gradient, and fails on empty tensors.
     fused = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
     if fused and not torch.is_grad_enabled() and not traced():
         mask = None if bias is None else bias.to(q.dtype).expand(B, H, L, k.shape[2])
@@ -27,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: f
             q, k, v, 0.0, False, attn_mask=mask, scale=scale
         )
         lse = lse.unsqueeze(-1)
-        if bias is not None:  # the kernel says 0 where no key is seen
+        if bias is not None:  # the kernel returns 0 where no key is seen
             lse = lse.masked_fill((bias == -torch.inf).all(-1, keepdim=True), -torch.inf)
         return out, lse
     scores = q @ (scale * k).mT
@@ -35,7 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: f
 
 
 def softmax_of_scores(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from scores `[..., Lq, Lk]`, which are -inf where a query does not see a key."""
+    """`attend` from scores `[..., Lq, Lk]`, which are -inf where a query does not see a key."""
     largest = scores.detach().amax(-1, keepdim=True)
     weights = exp_of_difference(scores, largest)
     total = weights.sum(-1, keepdim=True).clamp(min=SOME)
@@ -43,8 +44,8 @@ def softmax_of_scores(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """out = Σ_p exp(lse_p - lse) out_p with lse = log Σ_p exp lse_p: attention over the keys of all parts, which are
-    disjoint, from the out `[B, H, L, Dv]` and lse `[B, H, L, 1]` of each. O(L · Dv) a part.
+    """out = Σ_p exp(lse_p - lse) out_p with lse = log Σ_p exp lse_p: attention over the keys of several disjoint parts,
+    from out `[B, H, L, Dv]` and lse `[B, H, L, 1]` of each. O(L · Dv) per part.
 
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
     >>> out, lse = merge(attend(q, k[:, :, :3], v[:, :, :3]), attend(q, k[:, :, 3:], v[:, :, 3:]))
@@ -64,16 +65,16 @@ def merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return out / total, largest + total.log()
 
 
-SOME = 2.0**-20  # below any sum of weights the largest of which is one, so that a sum of none can be divided by
-_LEAST = -8e37  # in place of an offset of -inf: it can be scaled, and subtracted from -inf
+SOME = 2.0**-20  # lower bound of a sum of weights whose maximum is 1; makes division by an empty sum safe
+_LEAST = -8e37  # replaces an offset of -inf, since it can be scaled and subtracted from -inf
 LOG2_E = math.log2(math.e)
 
 
 def exp_of_difference(log: Tensor, offset: Tensor) -> Tensor:
-    """exp(log - offset), a new tensor, zero where log is -inf.
+    """exp(log - offset) as a new tensor, zero where log is -inf.
 
-    By powers of two: torch computes exponentials of e at half the speed on a CPU, and at a fortieth where they
-    underflow, as those of real heads do.
+    Uses exp2, since torch's exp has half its speed on a CPU, and a fortieth where results underflow, which is common in
+    real heads.
     """
     return torch.add(offset.clamp(min=_LEAST) * -LOG2_E, log, alpha=LOG2_E).exp2_()
 
@@ -93,8 +94,8 @@ def softmax_attention(
     scale: float | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """What everything here is measured against: exact attention `[B, H, L, D]` with the masks of mechanisms, by torch's
-    own fused kernel; rows with no visible key give zeros.
+    """Exact softmax attention `[B, H, L, D]` with the masks of mechanisms, by torch's fused kernel. This is the
+    reference for all errors and speed-ups. Rows without visible keys are zero.
     """
     mask = None
     if key_mask is not None and not causal and segments is None:

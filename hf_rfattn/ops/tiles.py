@@ -1,27 +1,26 @@
-"""How sequences are cut: into blocks that are computed one after another, and into tiles that are computed together.
+"""Splits sequences into blocks, which are computed one after another, and tiles, which are computed together.
 
-To a compiler lengths are symbols. There is then one block, tiles are filled up by a constant, there are always two or
-more of them, and some positions are always left over (strides would show lengths that fit), so that one program serves
-all lengths.
+In traced code, lengths are symbols, and one graph must handle all lengths. There is then one block, sequences are
+padded by a constant number of positions, there are always at least two tiles, and some positions are always left over
+(otherwise strides would reveal lengths that fit).
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = {"cpu": 2**20}  # numbers in the largest tensor of a block: a few of them stay in a CPU's caches
-OTHER_BLOCK = 2**26  # elsewhere: enough work for each kernel
+BLOCK = {"cpu": 2**20}  # elements of the largest tensor of a block; a few such tensors fit into the CPU's caches
+OTHER_BLOCK = 2**26  # on other devices: enough work per kernel
 
 
 def traced() -> bool:
-    """Whether a compiler or a transform of `torch.func` looks on: they need plain operations, not our backward."""
+    """Whether a compiler or a `torch.func` transform traces the code, which then needs plain operations."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def block_size(x: Tensor, width: int, least: int = 1, multiple: int = 1) -> int:
-    """Positions in a block of x `[B, H, L, D]`, where the largest tensor has `width` numbers a position and head.
-
-    Blocks are about equal, and have at least `least` positions, or a multiple of a number.
+    """Number of positions per block of x `[B, H, L, D]`, if the largest tensor has `width` elements per position and
+    head. Blocks are about equal, with at least `least` positions, rounded up to a multiple of `multiple`.
     """
     B, H, L, D = x.shape
     if traced():
@@ -32,8 +31,8 @@ def block_size(x: Tensor, width: int, least: int = 1, multiple: int = 1) -> int:
 
 
 def into_tiles(x: Tensor, size: int, kv_heads: int, value: float = 0.0) -> Tensor:
-    """`[B, H, L, E]` → `[B, Hkv, T, G · size, E]`, filled up with a value: tiles of positions, in each of which the G
-    query heads that share a key head stand below each other.
+    """`[B, H, L, E]` → `[B, Hkv, T, G · size, E]`, padded with a value: tiles of positions, in each of which the G
+    query heads that share a key head are stacked.
     """
     if traced():
         tiles = F.pad(x, (0, 0, 0, traced_filling(size)), value=value).unfold(2, size, size).mT
@@ -42,9 +41,9 @@ def into_tiles(x: Tensor, size: int, kv_heads: int, value: float = 0.0) -> Tenso
         tiles = (F.pad(x, (0, 0, 0, missing), value=value) if missing else x).unflatten(2, (-1, size))
     if x.shape[1] != kv_heads:
         tiles = tiles.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(3, 4)
-    if traced():  # whether they are contiguous depends on the length
+    if traced():  # whether they are already contiguous depends on the length
         return tiles.clone(memory_format=torch.contiguous_format)
-    return tiles.contiguous()  # products would copy them again and again
+    return tiles.contiguous()  # otherwise every matrix product would copy them
 
 
 def from_tiles(x: Tensor, heads: int, length: int) -> Tensor:
@@ -55,16 +54,16 @@ def from_tiles(x: Tensor, heads: int, length: int) -> Tensor:
 
 
 def traced_filling(size: int) -> int:
-    """Positions that a compiler's sequences are filled up with."""
+    """Number of positions by which sequences are padded in traced code."""
     return 2 * size + 1
 
 
 def windows(x: Tensor, start: int, stop: int, size: int, width: int) -> Tensor:
-    """Windows of `width` positions, one every `size`, of positions start to stop: `[B, H, L, E]` → `[B, H, T, width,
-    E]`. What lies beyond the ends is zero.
+    """Windows of `width` positions, one every `size`, over positions start to stop: `[B, H, L, E]` → `[B, H, T, width,
+    E]`. Positions outside of the sequence are zero.
     """
     length = x.shape[2]
-    if traced():  # all of it, and always more behind it
+    if traced():  # keep the whole sequence and always pad at the end
         x = F.pad(x[:, :, max(start, 0) :], (0, 0, max(-start, 0), stop - length))
     else:
         x = x[:, :, max(start, 0) : min(stop, length)]

@@ -1,12 +1,12 @@
-"""Result documents: written once by whatever measures, and read by tables, reports, plots, cards and the README.
+"""Result documents: written by recipes and benchmarks, and read by tables, reports, plots, cards and the README.
 
-- `documents.py`: what every document begins with (commit, versions, hardware, seed), files written as a whole, privacy.
-- `schema.py`: documents that cards and comparisons read, checked.
-- `report.py`: a report is a list of blocks, rendered as Markdown, HTML or in the terminal; numbers as tables show them.
-- `plots.py`: the style of plots. Imports matplotlib, so it is not imported here.
+- `documents.py`: fields that all documents share (commit, versions, hardware, seed), atomic writes, removal of paths.
+- `schema.py`: validation of the documents that cards and comparisons read.
+- `report.py`: reports as lists of blocks, rendered as Markdown, HTML or in the terminal; formatting of numbers.
+- `plots.py`: the style of plots. It imports matplotlib, so it is not imported here.
 - `fingerprint.py`: digests of checkpoints.
 
-This room uses no other room of the package.
+This subpackage uses no other part of the package.
 """
 
 from .documents import (

@@ -1,4 +1,4 @@
-"""One JSON document per run: what was measured, with what, on which machine."""
+"""One JSON document per run, with the measurements, the software and the machine."""
 
 import importlib.metadata
 import json
@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[str] = ()) -> dict[str, Any]:
-    """The part that all results share; call it when the run starts. `packages`: others whose version matters.
+    """Create a result document with the shared fields, at the start of a run. `packages`: further versions to record.
 
     >>> result = new_result("example", seed=0)
     >>> list(result)
@@ -38,7 +38,7 @@ def new_result(kind: str, *, seed: int, device: str = "cpu", packages: Iterable[
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of the working copy that this package runs from, and whether it has changes; nulls if it is installed."""
+    """Commit of the clone that this package runs from, and whether it has changes; nulls if there is no clone."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -48,13 +48,13 @@ def git_state() -> dict[str, Any]:
             return None
 
     top = git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != PACKAGE.parent:  # installed inside somebody else's repository
+    if top is None or Path(top).resolve() != PACKAGE.parent:  # installed inside another repository
         return {"commit": None, "changed": None}
     return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Of Python and of packages; null for one that is not installed."""
+    """Versions of Python and of packages; null for a package that is not installed."""
     from .. import __version__
 
     found: dict[str, str | None] = {"python": platform.python_version()}
@@ -67,7 +67,7 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def hardware(device: str = "cpu") -> dict[str, Any]:
-    """Of this machine; `threads`: the current number of torch threads."""
+    """Describe this machine; `threads` is the current number of torch threads."""
     import torch
 
     cpuinfo = Path("/proc/cpuinfo")
@@ -84,7 +84,7 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
 
 
 def machine(found: Mapping[str, Any]) -> str:
-    """The hardware of a result in a few words.
+    """Summarise the hardware of a result.
 
     >>> machine({"device": "cpu", "cpu": "Some CPU", "threads": 2}), machine({"device": "cuda", "gpu": "Some GPU"})
     ('Some CPU, 2 threads', 'Some GPU')
@@ -96,17 +96,17 @@ def machine(found: Mapping[str, Any]) -> str:
 
 
 def load_average() -> list[float] | None:
-    """Of the last 1, 5 and 15 minutes."""
+    """Load average of the last 1, 5 and 15 minutes; None if the system has none."""
     return [round(load, 2) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:
-    """As JSON, all or nothing; folders are created."""
+    """Write a result as JSON, atomically. Creates folders."""
     write_whole(json.dumps(result, indent=2, ensure_ascii=False) + "\n", path)
 
 
 def write_whole(text: str, path: Path) -> None:
-    """All of the text or nothing; a symbolic link is replaced, not followed."""
+    """Write a text file atomically. A symbolic link is replaced, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -118,9 +118,9 @@ def write_whole(text: str, path: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes the target when all is written; if that fails, nothing stays behind."""
+    """Yield a temporary folder that is renamed to `target` at the end, or deleted if an error is raised."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists already and is not an empty folder; choose another one.")
+        raise ValueError(f"{target} already exists and is not an empty folder; choose another one.")
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield partial
@@ -129,7 +129,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         os.replace(partial, target)
     except Exception as error:
         if "No space left on device" in str(error):
-            message = f"The disk of {target} is full, so nothing was written. Make room, or choose another folder."
+            message = f"The disk of {target} is full, so nothing was written. Free some space or choose another folder."
             raise ValueError(message) from error
         raise
     finally:
@@ -137,7 +137,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; ValueError for anything else."""
+    """Read a JSON object from a file. Raises ValueError for anything else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -148,7 +148,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To so many significant digits.
+    """Round to `digits` significant digits.
 
     >>> rounded(0.00123456)
     0.001235
@@ -157,7 +157,7 @@ def rounded(value: float, digits: int = 4) -> float:
 
 
 def name_of(given: str) -> str:
-    """What results call a model or data: a folder by its own name, never by its path.
+    """Return the name of a model or dataset for results: the last part of a folder's path, else the name itself.
 
     >>> name_of("google-bert/bert-base-uncased")
     'google-bert/bert-base-uncased'
@@ -166,9 +166,9 @@ def name_of(given: str) -> str:
 
 
 def without_folders(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A result document whose command and options name files and folders, but do not say where they are.
+    """Return a result document without the paths in its command and options: only the last part of each remains.
 
-    Only the names of its model and data keep a slash, since any other name may be a path.
+    The names of its model and dataset keep their slash; any other text with a slash may be a path.
 
     >>> words = ["python", "../code/train.py", "--data=sets/snli", "--model=me/bert"]
     >>> without_folders({"model": "me/bert", "command": words})["command"]

@@ -1,25 +1,25 @@
-"""What results and cards name a checkpoint by: a digest of the files in its folder."""
+"""Fingerprints of checkpoints and results, by which cards and results refer to them."""
 
 import hashlib
 from pathlib import Path
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-RESULTS = "results"  # the folder of result documents in that of a checkpoint
+RESULTS = "results"  # subfolder of a checkpoint for result documents
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The weights that `from_pretrained` reads: one file, or shards."""
+    """Return the weight files that `from_pretrained` reads: one file, or shards."""
     whole = folder / WEIGHTS
     return [whole] if whole.is_file() else sorted(folder.glob("model-?????-of-?????.safetensors"))
 
 
 def checkpoint_fingerprint(folder: str | Path) -> str:
-    """SHA-256 over config.json and the weights: what a result and a card name the checkpoint by."""
+    """SHA-256 digest of config.json and the weights."""
     return _digest([Path(folder) / CONFIG, *weight_files(Path(folder))])
 
 
 def results_fingerprint(folder: Path) -> str:
-    """The same over the result documents that lie beside the weights."""
+    """SHA-256 digest of the result documents in a checkpoint's folder."""
     return _digest(sorted((folder / RESULTS).glob("*.json")))
 
 

@@ -1,4 +1,4 @@
-"""The style of plots: one colour and marker per mechanism or projection, the same everywhere."""
+"""Plot style: each mechanism or projection has the same colour and marker in all plots."""
 
 import math
 import textwrap
@@ -12,8 +12,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from .schema import SOFTMAX
 
-BASELINE = "average"  # no attention at all
-STYLES = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
+BASELINE = "average"  # no attention
+STYLES = {  # colour-blind safe palette of Okabe and Ito
     SOFTMAX: ("black", "*"),
     "favor+": ("#0072B2", "o"),
     "rff": ("#E69F00", "s"),
@@ -39,14 +39,14 @@ def line_style(name: str) -> dict[str, Any]:
 
 
 def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, **style: Any) -> None:
-    """A line, and the band around it from low to high."""
+    """Draw a line with an optional band from low to high."""
     axes.plot(x, y, **style)
     if band is not None:
         axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: str) -> None:
-    """A thin line start · (x / x₀)^power, a known rate."""
+    """Draw a thin reference line start · (x / x₀)^power."""
     y = [start * (each / x[0]) ** power for each in x]
     axes.plot(x, y, color="black", linewidth=0.8)
     middle = len(x) // 2
@@ -54,9 +54,9 @@ def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: s
 
 
 def log_log(axes: Axes, ticks: Sequence[float]) -> None:
-    """Both axes logarithmic, a tick at every measured size (every other of many), plain numbers.
+    """Make both axes logarithmic, with plain numbers and a tick at every measured size (fewer if there are many).
 
-    Call it when everything is drawn: the number of ticks on y depends on the number of decades.
+    Call it last: the ticks on the y axis depend on its range.
     """
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -75,9 +75,9 @@ def log_log(axes: Axes, ticks: Sequence[float]) -> None:
 def mark_crossover(
     axes: Axes, length: float, softmax: Mapping[int, float], number: int, color: str, alpha: float = 1.0
 ) -> None:
-    """A ring on the line of softmax (time by length) at a length, which is written below; call it after `log_log`.
+    """Mark a break-even length with a ring on the softmax line and a label below. Call it after `log_log`.
 
-    `number`: of the mark, so that texts do not overlap.
+    `number`: index of the mark, so that labels do not overlap.
     """
     lengths = sorted(softmax)
     logs = [math.log(softmax[each]) for each in lengths]
@@ -92,8 +92,8 @@ def mark_crossover(
 
 
 def title_and_legend(figure: Figure, title: str) -> None:
-    """Above and below the panels, no wider than the figure; the legend has each label of all panels once."""
-    characters = int(10 * figure.get_figwidth())  # of the title's font on a line
+    """Add a title above and one legend for all panels below, both wrapped to the width of the figure."""
+    characters = int(10 * figure.get_figwidth())  # per line, in the title's font
     figure.suptitle(textwrap.fill(title, characters))
     lines: dict[str, Any] = {}
     for axes in figure.axes:

@@ -1,4 +1,4 @@
-"""A report as a list of blocks, and the forms it can be written in: Markdown, a page of HTML, the terminal."""
+"""Reports as lists of blocks, and their output as Markdown, as an HTML page or in the terminal."""
 
 import base64
 import html
@@ -38,7 +38,7 @@ img {{ max-width: 100%; height: auto; }} p {{ max-width: 52rem; }}
 
 @dataclass(frozen=True)
 class Table:
-    """Columns with numbers are aligned to the right, unless `aligned` is False."""
+    """A table. Columns with numbers are right-aligned, unless `aligned` is False."""
 
     title: str
     headings: Sequence[str]
@@ -47,7 +47,7 @@ class Table:
 
     @property
     def has_numbers(self) -> list[bool]:
-        """Of each column: whether a cell begins with a number, or with the dash of one that is missing."""
+        """For each column, whether a cell starts with a number or is the dash of a missing one."""
         return [
             any(re.match(rf"[+\-−±≥≤]?\s*\d|{DASH}$", row[i]) for row in self.rows) for i in range(len(self.headings))
         ]
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Image:
-    """`name`: of the PNG file. `draw` gives the figure, when it is needed."""
+    """A plot. `name`: of the PNG file. `what`: description. `draw`: returns the figure."""
 
     name: str
     what: str
@@ -66,7 +66,7 @@ Block = str | Table | Image  # text is Markdown
 
 
 def as_markdown(blocks: Iterable[Block], image: Callable[[str], str] = str) -> str:
-    """`image`: from the name of a plot to where it lies.
+    """Render blocks as Markdown. `image` maps the name of a plot to its path.
 
     >>> print(as_markdown([Table("", ["attention", "ms"], [["favor+", "1.5"]])]), end="")
     | attention | ms |
@@ -89,8 +89,8 @@ def _markdown(block: Block, image: Callable[[str], str]) -> str:
 
 
 def as_html(title: str, blocks: Sequence[Block]) -> str:
-    """One page that needs no other file: plots are part of it."""
-    from markdown_it import MarkdownIt  # comes with rich
+    """Render blocks as one self-contained HTML page with embedded plots."""
+    from markdown_it import MarkdownIt  # installed with rich
 
     body = MarkdownIt("js-default").render(as_markdown(blocks))
     for block in blocks:
@@ -103,7 +103,7 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
 
 
 def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
-    """All but images, which are files."""
+    """Print blocks to the terminal, without images."""
     from rich.markdown import Markdown
     from rich.table import Table as RichTable
 
@@ -120,7 +120,7 @@ def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
 
 
 def write_images(blocks: Iterable[Block], folder: Path) -> list[Path]:
-    """The plots of a report as PNG; the same data gives the same file. Returns their paths."""
+    """Write the plots of a report as PNG and return their paths. The same data give the same files."""
     written = []
     for block in blocks:
         if isinstance(block, Image):
@@ -131,7 +131,7 @@ def write_images(blocks: Iterable[Block], folder: Path) -> list[Path]:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """So many significant digits, never in powers of ten.
+    """Format a number with `digits` significant digits, without exponents.
 
     >>> number(0.56999), number(1234567.0), number(3)
     ('0.57', '1,235,000', '3')
@@ -172,10 +172,10 @@ def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
 
 
 def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> tuple[int | None, int | None]:
-    """The shortest measured length from which on a mechanism stays faster than softmax, and the break-even length,
-    interpolated in log-log.
+    """Return the shortest measured length from which a mechanism stays faster than softmax, and the break-even length,
+    interpolated on log-log axes.
 
-    Both are None if it is not faster at the longest length; the second also if it is faster at the shortest.
+    Both are None if it is slower at the longest length; the second is also None if it is faster at the shortest.
 
     >>> measured_crossover([128, 256, 512, 1024], [0.25, 0.5, 2.0, 4.0])
     (512, 362)
@@ -183,7 +183,7 @@ def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[floa
     (None, None)
     """
     rows = sorted(zip(lengths, speed_over_softmax, strict=True))
-    faster = len(rows)  # rows from here on are faster
+    faster = len(rows)  # rows from this index are faster
     while faster and rows[faster - 1][1] > 1:
         faster -= 1
     if faster == len(rows):
@@ -196,7 +196,7 @@ def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[floa
 
 
 def crossover_text(found: Mapping[str, Any]) -> str:
-    """A crossover as results hold it, {length, interpolated, lengths}.
+    """Format a crossover of a result document, {length, interpolated, lengths}.
 
     >>> crossover_text({"length": 512, "interpolated": 362}), crossover_text({"length": None, "lengths": [128, 1024]})
     ('512 (362)', 'not up to 1,024')

@@ -1,10 +1,10 @@
-"""The result documents that cards and comparisons read: what each kind must hold, and the metrics in them.
+"""Schema of the result documents that cards and comparisons read, by kind.
 
-- "task": one training run or evaluation. `budget` is equal for runs that are compared. A document may also hold
-  `transfer` (attention transfer before training, which the budget does not count) and `history`, a list of
-  {step, metrics, [stage]} with a stage of STAGES.
+- "task": one training run or evaluation. Runs that are compared have the same `budget`. A document may also have
+  `transfer` (attention transfer before training, not part of the budget) and `history`, a list of {step, metrics,
+  [stage]} with a stage of STAGES.
 - "speed": forward passes of a model and of its softmax version at each length.
-- "transfer": attention transfer without fine-tuning. `errors` are relative to softmax, by layer, beside those of plain
+- "transfer": attention transfer without fine-tuning. `errors` are relative to softmax, by layer, with those of plain
   averaging.
 """
 
@@ -21,7 +21,7 @@ from .documents import SCHEMA_VERSION, machine, read_result, without_folders
 SOFTMAX = "softmax"
 STAGES = ("before training", "after transfer")  # evaluations before the first training step
 NO_ATTENTION, NEAR, FAR = "control: no attention", "control: window alone", "far field of fmm alone"
-CONTROLS = (NO_ATTENTION, NEAR)  # not meant to be used
+CONTROLS = (NO_ATTENTION, NEAR)  # for comparison only
 
 
 def _is_number(value: Any) -> bool:
@@ -39,16 +39,16 @@ def _is_attention(value: Any) -> bool:
 
 
 TEXT, OBJECT, NUMBER, POSITIVE = "text", "an object", "a finite number", "a positive number"
-CHECKS: dict[str, Callable[[Any], bool]] = {  # by what error messages call it
+CHECKS: dict[str, Callable[[Any], bool]] = {  # by description in error messages
     TEXT: lambda value: isinstance(value, str),
     OBJECT: lambda value: isinstance(value, dict),
     NUMBER: _is_number,
     POSITIVE: lambda value: _is_number(value) and value > 0,
-    "a whole number": lambda value: type(value) is int,
+    "an integer": lambda value: type(value) is int,
     "true or false": lambda value: isinstance(value, bool),
     "'softmax' or a mechanism": _is_attention,
 }
-ANY = "*"  # every name in an object, of which there must be one
+ANY = "*"  # any name; the object must have at least one
 METRIC = {"value": NUMBER, "n": POSITIVE, "scale?": POSITIVE, "lower_is_better?": "true or false", "chance?": NUMBER}
 DATASET = {"name": TEXT, "config?": TEXT, "split": TEXT, "fingerprint": TEXT}
 TIMING = dict.fromkeys(("length", "softmax_seconds", "patched_seconds"), POSITIVE)
@@ -56,9 +56,9 @@ PEAKS = dict.fromkeys(("softmax_peak_bytes?", "patched_peak_bytes?"), POSITIVE)
 ERRORS = {"layers": [TEXT], "overall": [NUMBER], "average": [NUMBER]}
 SHARED = {  # `model`: name of the base model; `checkpoint`: fingerprint of the folder that the run saved
     **dict.fromkeys(("git", "versions", "hardware"), OBJECT),
-    "attention": "'softmax' or a mechanism", "model": TEXT, "seed": "a whole number", "checkpoint?": TEXT,
+    "attention": "'softmax' or a mechanism", "model": TEXT, "seed": "an integer", "checkpoint?": TEXT,
 }  # fmt: skip
-SCHEMA: dict[str, dict[str, Any]] = {  # by kind; what ends in a question mark may be missing or null
+SCHEMA: dict[str, dict[str, Any]] = {  # by kind; fields with a question mark may be missing or null
     "task": {
         "base_license?": TEXT, "task": TEXT, "task_type": TEXT, "dataset": DATASET, "metrics": {ANY: METRIC},
         "main_metric?": TEXT, "budget": OBJECT,
@@ -72,11 +72,11 @@ SCHEMA: dict[str, dict[str, Any]] = {  # by kind; what ends in a question mark m
 
 
 def check(value: Any, shape: Any, where: str) -> None:
-    """Raise ValueError unless a JSON value has a shape: a name in CHECKS, [shape of all items] or {name: shape}.
+    """Raise ValueError unless a JSON value has a shape: a key of CHECKS, [shape of all items] or {name: shape}.
 
-    >>> check({"n": [3, "4"]}, {"n": ["a whole number"]}, "x.json")
+    >>> check({"n": [3, "4"]}, {"n": ["an integer"]}, "x.json")
     Traceback (most recent call last):
-    ValueError: x.json: n[1] must be a whole number, not '4'.
+    ValueError: x.json: n[1] must be an integer, not '4'.
     """
     if isinstance(shape, str):
         if not CHECKS[shape](value):
@@ -98,7 +98,7 @@ def check(value: Any, shape: Any, where: str) -> None:
             required = not name.endswith("?")
             name = name.rstrip("?")
             if required and name not in value:
-                raise ValueError(f"{where} has no {name!r}; it has {', '.join(map(repr, value)) or 'nothing'}.")
+                raise ValueError(f"{where} has no {name!r}; its fields: {', '.join(map(repr, value)) or 'none'}.")
             if required or value.get(name) is not None:
                 check(value[name], inner, f"{where}: {name}")
 
@@ -128,7 +128,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Result:
-    """A checked document; its fields are attributes, those of SCHEMA that are missing are None."""
+    """A validated document. Its fields are attributes; missing optional fields are None."""
 
     file: str
     document: dict[str, Any]
@@ -163,26 +163,29 @@ class Result:
 
     @property
     def measured_on(self) -> str:
-        """Equal for task results that can be compared."""
+        """A key that is equal for task results that can be compared."""
         return json.dumps([self.document[name] for name in ("model", "task", "dataset", "budget")], sort_keys=True)
 
 
 def parse_result(document: Any, file: str = "result.json") -> Result:
-    """A document as a checked Result; ValueError says where something is wrong."""
+    """Validate a document and return it as a Result. Raises ValueError with the place of the first problem."""
     kind, version = (document.get(k) if isinstance(document, dict) else None for k in ("kind", "schema_version"))
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{file}: schema_version {version!r} is not known here, only {SCHEMA_VERSION}.")
+        raise ValueError(f"{file}: unknown schema_version {version!r}; supported: {SCHEMA_VERSION}.")
     if not isinstance(kind, str) or kind not in SCHEMA:
-        raise ValueError(f"{file}: kind {kind!r} is not possible; choose from {', '.join(map(repr, SCHEMA))}.")
+        raise ValueError(f"{file}: unknown kind {kind!r}; supported: {', '.join(map(repr, SCHEMA))}.")
     check(document, SHARED | SCHEMA[kind], file)
     result = Result(file, document)
     if kind == "task" and result.main_metric not in result.metrics:
-        raise ValueError(f"{file}: main_metric {result.main_metric!r} is none of {', '.join(result.metrics)}.")
+        raise ValueError(f"{file}: main_metric {result.main_metric!r} is not in metrics: {', '.join(result.metrics)}.")
     return result
 
 
 def read_results(folder: Path) -> list[Result]:
-    """Every document in a folder, by file name and without paths, except those of benchmarks; none if it is missing."""
+    """Read all documents in a folder except those of benchmarks, by file name; paths in them are removed.
+
+    Returns an empty list if there is no such folder.
+    """
     documents = {path.name: read_result(path) for path in sorted(folder.glob("*.json"))}
     return [
         parse_result(without_folders(document), name)
@@ -192,9 +195,9 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def control_of(names: Sequence[str], others: Iterable[Sequence[str]]) -> str | None:
-    """What a row of a table is a control of, beside the `others`.
+    """Return the kind of control that a row of a table is, given the `others`; None if it is not a control.
 
-    `names`: the mechanisms of a row, as `hf_rfattn.mechanism_names_in` gives them; empty for a row whose layers differ.
+    `names`: the mechanisms of the row, from `hf_rfattn.mechanism_names_in`; empty for a row whose layers differ.
 
     >>> control_of(["average"], []), control_of(["favor+"], [[]]), control_of(["favor+"], [["fmm", "favor+"]])
     ('control: no attention', None, 'far field of fmm alone')

@@ -1,6 +1,6 @@
-"""The experiments behind the mechanisms: each runs in under a minute, and writes plots, CSV and one JSON document.
+"""Studies: experiments on the mechanisms that run in under a minute and write plots, CSV and one JSON document.
 
-`hf-rfattn study NAME` on the command line, `run` from Python.
+Run `hf-rfattn study NAME` on the command line, or `run` from Python.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .base import Study
 
-STUDIES = {  # module and class; imported when they run, since plots take a while to import
+STUDIES = {  # module and class; imported on demand, since matplotlib takes a while to import
     "gram": ("gram", "GramStudy"),
     "mse": ("mse", "MseStudy"),
     "heads": ("heads", "HeadsStudy"),
@@ -20,7 +20,7 @@ STUDIES = {  # module and class; imported when they run, since plots take a whil
 
 
 def study_class(name: str) -> "type[Study]":
-    """The study of that name; its fields are its settings, its defaults those of a quick run.
+    """Return the class of a study. Its fields are the settings, with the defaults of a quick run.
 
     >>> study_class("gram").__name__
     'GramStudy'
@@ -32,9 +32,9 @@ def study_class(name: str) -> "type[Study]":
 
 
 def run(name: str, output: str | Path | None = None, *, full: bool = False, **settings: Any) -> dict[str, Any]:
-    """Run a study, write its files to the folder `output` if one is given, and return its result document.
+    """Run a study and return its result document. `output`: folder to write its files to.
 
-    `settings` replace those of the quick run, or of the `full` one.
+    `full`: use the settings of the full run instead of the quick one. `settings`: override these.
 
     >>> result = run("gram", features=(8, 32), draws=2, length=16)
     >>> sorted({row["kernel"] for row in result["rows"]})

@@ -1,4 +1,4 @@
-"""What every study is: settings, a measurement that gives a document, and a table and figures from the document."""
+"""Base class of studies: settings, a measurement that returns a document, and a table and figures of the document."""
 
 import csv
 import statistics
@@ -20,39 +20,39 @@ AnyStudy = TypeVar("AnyStudy", bound="Study")
 
 
 class Study(ABC):
-    """A frozen dataclass whose fields are the settings of one experiment, with the defaults of a quick run."""
+    """A frozen dataclass with the settings of one experiment. The defaults are those of a quick run."""
 
     name: ClassVar[str]
-    full_settings: ClassVar[Mapping[str, Any]]  # what --full changes
+    full_settings: ClassVar[Mapping[str, Any]]  # settings that --full changes
     seed: int
 
     @classmethod
     def make(cls: type[AnyStudy], *, full: bool = False, **settings: Any) -> AnyStudy:
-        """The quick or the full study, with some settings changed."""
+        """Create the quick or the full study, with some settings changed."""
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for name in settings:
             if name not in known:
                 hint = did_you_mean(name, known)
-                raise ValueError(f"The study {cls.name!r} has no setting {name!r}{hint}; it has {', '.join(known)}.")
+                raise ValueError(f"The study {cls.name!r} has no setting {name!r}{hint}; known: {', '.join(known)}.")
         return cls(**{**(cls.full_settings if full else {}), **settings})
 
     @abstractmethod
     def measure(self, advance: Advance) -> Result:
-        """The data: "rows", one flat dict per measurement, and whatever else plots need. Tells `advance` its steps."""
+        """Return "rows", one flat dict per measurement, and other data for plots. Calls `advance` before each step."""
 
     @staticmethod
     @abstractmethod
     def table(result: Result) -> Table:
-        """The main numbers of a result document."""
+        """Table of the main numbers of a result document."""
 
     @staticmethod
     @abstractmethod
     def figures(result: Result) -> dict[str, Figure]:
-        """The plots of a result document, by name of file."""
+        """Plots of a result document, by file name."""
 
 
 def run_study(study: Study, advance: Advance = lambda doing: None) -> Result:
-    """The result document."""
+    """Run a study and return its result document."""
     started = time.perf_counter()
     shared = new_result(f"study {study.name}", seed=study.seed, packages=["matplotlib"])
     settings = asdict(study)  # type: ignore[call-overload]
@@ -62,7 +62,7 @@ def run_study(study: Study, advance: Advance = lambda doing: None) -> Result:
 
 
 def write_study(study: Study, result: Result, output: Path) -> list[Path]:
-    """NAME.json, NAME.csv and the plots as PNG; returns their paths."""
+    """Write NAME.json, NAME.csv and the plots as PNG, and return their paths."""
     written = [output / f"{study.name}.json", output / f"{study.name}.csv"]
     write_result(result, written[0])
     rows = result["rows"]
@@ -77,7 +77,7 @@ def write_study(study: Study, result: Result, output: Path) -> list[Path]:
 
 
 def rows_with(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Those whose columns have these values.
+    """Select the rows whose columns have these values.
 
     >>> rows_with([{"M": 8, "error": 0.5}, {"M": 16, "error": 0.3}], M=16)
     [{'M': 16, 'error': 0.3}]
@@ -86,7 +86,7 @@ def rows_with(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]
 
 
 def mean_columns(name: str, samples: Sequence[float]) -> dict[str, float]:
-    """Mean of samples as column `name`, and the mean minus and plus its standard error as low and high.
+    """Mean of samples as column `name`, and mean ± standard error as columns low and high.
 
     >>> mean_columns("error", [1.0, 3.0])
     {'error': 2.0, 'low': 1.0, 'high': 3.0}

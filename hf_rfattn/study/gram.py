@@ -1,13 +1,14 @@
-"""Gram matrices of shift-invariant kernels against their random Fourier approximation, as features are added.
+"""Error of random Fourier approximations of Gram matrices by number of features, for shift-invariant kernels.
 
-K(x - y) ≈ φ(x)ᵀφ(y), error ‖φφᵀ - K‖ / ‖K‖ (Frobenius), which independent features bring down as M^(-1/2). Both real
-forms of Rahimi and Recht (2007), cosines with a random phase and pairs of sine and cosine, and three projections.
+K(x - y) ≈ φ(x)ᵀφ(y) with error ‖φφᵀ - K‖ / ‖K‖ (Frobenius), which decreases as M^(-1/2) for independent features. The
+study covers both real forms of Rahimi and Recht (2007), cosines with a random phase and pairs of sine and cosine, and
+three projections.
 
-The frequencies of the Gaussian kernel are normal, so that orthogonal or Hadamard rows can take their place. Those of
-the Laplace and the Cauchy kernel are independent by coordinate and not isotropic: rows of theirs cannot be orthogonal.
-Here a normal row g, structured or not, becomes F⁻¹(Φ(g)) by coordinate, with F the distribution of the kernel's
-frequencies (a Gaussian copula). Every iid or orthogonal row is normal, so this is exact for them, and rows still repel
-each other; the coordinates of a Hadamard row are only nearly normal.
+The frequencies of the Gaussian kernel are normal, so orthogonal or Hadamard rows can replace them. The frequencies of
+the Laplace and Cauchy kernels have independent coordinates and are not isotropic, so their rows cannot be orthogonal.
+Here each coordinate of a normal row g, structured or not, is mapped to F⁻¹(Φ(g)), where F is the distribution of the
+kernel's frequencies (a Gaussian copula). This is exact for iid and orthogonal rows, which are normal, and rows stay
+dependent; the coordinates of a Hadamard row are only approximately normal.
 """
 
 import itertools
@@ -31,14 +32,14 @@ PROJECTIONS = ("iid", "orthogonal", "hadamard")
 
 
 def frequencies(kernel: str, normal: Tensor) -> Tensor:
-    """Frequencies of a kernel from normal numbers, by coordinate.
+    """Map normal numbers to frequencies of a kernel, by coordinate.
 
-    >>> frequencies("laplace", torch.tensor([0.0, 0.6744898]))  # medians of |ω| are that of a Cauchy, 1
+    >>> frequencies("laplace", torch.tensor([0.0, 0.6744898]))  # the median of |ω| is that of a Cauchy, 1
     tensor([0.0000, 1.0000])
     """
-    if kernel == "laplace":  # its frequencies have Cauchy's distribution
+    if kernel == "laplace":  # its frequencies are Cauchy distributed
         return torch.tan(math.pi / 2 * torch.erf(normal / math.sqrt(2)))
-    if kernel == "cauchy":  # and the other way round
+    if kernel == "cauchy":  # its frequencies are Laplace distributed
         return -normal.sign() * torch.log(torch.erfc(normal.abs() / math.sqrt(2)))
     return normal
 
@@ -55,7 +56,7 @@ def smooth_points(length: int, dim: int, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class GramStudy(Study):
-    """`features`: lengths of φ. `draws`: of the projection. `length`: points."""
+    """`features`: numbers of features. `draws`: number of projections. `length`: number of points."""
 
     features: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
     draws: int = 10
@@ -93,7 +94,7 @@ class GramStudy(Study):
 
     @staticmethod
     def table(result: Result) -> Table:
-        """Error with the most features."""
+        """Errors with the largest number of features."""
         most = result["settings"]["features"][-1]
         rows = rows_with(result["rows"], features=most)
         cells = {(row["kernel"], row["form"], row["projection"]): number(row["error"], 3) for row in rows}
@@ -102,7 +103,7 @@ class GramStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        """Error by M: a column each kernel, a row each form."""
+        """Error by M, with one column per kernel and one row per form."""
 
         def panel(kernel: str, form: str) -> Panel:
             lines = lines_of(rows_with(result["rows"], kernel=kernel, form=form), "features", "error", "projection")

@@ -1,10 +1,10 @@
-"""Which heads of a pretrained model each mechanism could stand for: error by layer and head before any training.
+"""Error of each mechanism by layer and head of a pretrained model, without training.
 
 Errors are those of `attention_error`, ‖ô - o‖ / ‖o‖ on the queries, keys and values of the unpatched model; "average"
-is what no attention at all would give. Beside them, for each head: the entropy of its attention (1 is uniform), the
-mean norm of its scaled queries and keys, and its near field, the share of attention that stays within `bandwidth`
-tokens. A head is near-field if that is half or more, else far-field; `edges` is the share that goes to the first and
-last token.
+is the error without any attention. The study also reports, for each head, the entropy of its attention (1 is uniform),
+the mean norm of its scaled queries and keys, its near field (the share of attention within `bandwidth` tokens) and its
+`edges` (the share to the first and last token). A head is near-field if its near field is at least one half, otherwise
+far-field.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from .base import Advance, Result, Study, rows_with
 from .pretrained import Captured, capture, describe, load, read_text
 
 NEAR, FAR = "near", "far"
-KINDS = {  # what is shown of each head
+KINDS = {  # statistics of each head
     "near_field": "near field: attention within {} tokens (N: near-field head)",
     "edges": "attention to the first and last token",
     "entropy": "entropy of attention (1: uniform)",
@@ -34,9 +34,8 @@ COLORS: dict[str, Any] = {"cmap": "cividis", "vmin": 0, "aspect": "auto", "inter
 
 @dataclass(frozen=True)
 class HeadsStudy(Study):
-    """`model`: a folder, a name on the Hub, or "demo". `text_file`: by default a text that comes with the package.
-    `extend`: repeat the learned positions of a model that has fewer than `tokens`. `exact_keys`: of multipole, and of
-    bands beside it.
+    """`model`: a folder, a name on the Hub, or "demo". `text_file`: by default a text in the package. `extend`: repeat
+    the learned positions of a model that has fewer than `tokens`. `exact_keys`: of multipole, and of bands to compare.
     """
 
     model: str | None = None
@@ -54,7 +53,7 @@ class HeadsStudy(Study):
 
     @property
     def estimators(self) -> dict[str, dict[str, Any]]:
-        """Every registered mechanism with each number of features, and variants that start closer to softmax."""
+        """All registered mechanisms with each number of features, and variants that are closer to softmax."""
         found: dict[str, dict[str, Any]] = {BASELINE: {"mechanism": BASELINE}}
         for name in mechanism_names():
             config = resolve_config(name)
@@ -105,7 +104,7 @@ class HeadsStudy(Study):
 
     @staticmethod
     def table(result: Result) -> Table:
-        """Mean error over layers and that of the worst layer."""
+        """Mean error over layers and error of the worst layer."""
         rows = [[label, f"{statistics.fmean(e):.3f}", f"{max(e):.3f}"] for label, e in result["layers"].items()]
         title = f"Relative error of attention outputs before training, {result['tokens']} tokens"
         return Table(title, ["attention", "mean over layers", "worst layer"], rows)
@@ -116,12 +115,12 @@ class HeadsStudy(Study):
 
 
 def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[str, Any]]:
-    """One row a head."""
+    """Statistics of each head, one row per head."""
     weights = layer.weights()
     position = torch.arange(weights.shape[-1])
     band = (position[:, None] - position[None]).abs() <= bandwidth
     visible = layer.allowed.sum(-1)
-    queries = visible > 1  # a query with one visible key has no entropy to speak of
+    queries = visible > 1  # the entropy of a query with one visible key is undefined
     entropy = -torch.special.xlogy(weights, weights).sum(-1)[:, queries] / visible[queries].log()
     near = (weights * band).sum(-1).mean(-1)
     edges = weights[:, :, [0, -1]].sum(-1).mean(-1)
@@ -136,7 +135,7 @@ def head_statistics(number: int, layer: Captured, bandwidth: int) -> list[dict[s
 
 
 def _error_figure(result: Result) -> Figure:
-    """Mechanisms by layer with numbers, and by head as colours."""
+    """Errors of mechanisms, by layer as numbers and by head as colours."""
     labels, overall = list(result["layers"]), list(result["layers"].values())
     per_head = [[row["error"] for row in rows_with(result["rows"], estimator=label)] for label in labels]
     layers, heads = len(overall[0]), len(per_head[0]) // len(overall[0])
@@ -175,5 +174,5 @@ def _kinds_figure(result: Result) -> Figure:
 
 
 def _write(axes: Any, x: int, y: int, text: str, bright: bool, size: int) -> None:
-    """A text in a cell of a picture, legible on its colour."""
+    """Write a text into a cell of an image, in black or white."""
     axes.text(x, y, text, ha="center", va="center", fontsize=size, color="black" if bright else "white")

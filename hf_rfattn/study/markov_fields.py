@@ -1,9 +1,9 @@
-"""Linear-chain MRFs with random features: how large the error of log Z is, beside attention.
+"""Error of log Z of linear-chain MRFs with random features, compared with the error of attention.
 
-Embeddings are normal with mean |e|² = `squared_norm`, positive features orthogonal, M = `features` of them. Around one
-point (states, features, length, norm) one of the four varies. The error of a chain is |log Ẑ - log Z| a transition,
-with one draw for all transitions and with a draw for each. Attention with the same embeddings as queries and keys is
-measured the same way: |log D̂ - log D| of its denominators, and ‖ô - o‖ / ‖o‖ of its outputs with normal values.
+Embeddings are normal with mean |e|² = `squared_norm`; there are M = `features` orthogonal positive features. One of the
+four parameters (states, features, length, norm) varies at a time. The error of a chain is |log Ẑ - log Z| per
+transition, with one draw for all transitions and with one draw per transition. Attention with the same embeddings as
+queries and keys is measured by |log D̂ - log D| of its denominators and ‖ô - o‖ / ‖o‖ of its outputs with normal values.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ VARIES = {
 
 
 class Point(NamedTuple):
-    """Where an error is measured."""
+    """Parameters at which an error is measured."""
 
     states: int
     features: int
@@ -45,7 +45,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class MrfStudy(Study):
-    """The point around which states, features, lengths and norms vary."""
+    """Values of states, features, lengths and norms, and the `centre` from which one of them varies at a time."""
 
     states: tuple[int, ...] = (4, 16, 64, 256, 1024)
     features: tuple[int, ...] = (16, 64, 256, 1024)
@@ -78,7 +78,7 @@ class MrfStudy(Study):
 
     @torch.no_grad()
     def _errors(self, point: Point, number: int) -> dict[str, float]:
-        """Of one draw, signed where that means something: log Z a transition, log denominators and outputs."""
+        """Errors of one draw: log Z per transition (signed), log denominators and outputs."""
         e = self._embeddings(point.states, point.squared_norm, number)
         chain = LinearChainMRF(e, length=point.length)
         exact = scaled_log_partition(chain)
@@ -97,7 +97,7 @@ class MrfStudy(Study):
 
     @staticmethod
     def table(result: Result) -> Table:
-        """Errors at both ends of what varies."""
+        """Errors at the smallest and largest value of each parameter."""
         lines = []
         for varies, title in VARIES.items():
             rows = rows_with(result["rows"], varies=varies)
@@ -108,7 +108,7 @@ class MrfStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        """Error against each of the four."""
+        """Error against each of the four parameters."""
         settings = result["settings"]
         labelled = [row | {"kind": KINDS[row["kind"]][0]} for row in result["rows"]]
         panels = [
@@ -118,12 +118,12 @@ class MrfStudy(Study):
         states, features, length, norm = settings["centre"]
         point = f"|X| = {states}, M = {features}, T = {length}, |e|² = {norm:g}"
         draws = f"n = {settings['dim']}, {settings['draws']} draws, bands: standard error"
-        title = f"Error of log Z a transition, and of attention, around {point} ({draws})"
+        title = f"Error of log Z per transition, and of attention, around {point} ({draws})"
         return {"mrf_error": draw(title, [panels[:2], panels[2:]])}
 
 
 def scaled_log_partition(chain: LinearChainMRF) -> Tensor:
-    """The exact log Z of one chain with shared embeddings, by products of a matrix and a vector scaled at every step.
+    """Exact log Z of one chain with shared embeddings, by matrix-vector products that are rescaled at every step.
 
     >>> chain = LinearChainMRF(torch.randn(5, 3), length=9, unary=torch.randn(9, 5))
     >>> torch.allclose(scaled_log_partition(chain), chain.log_partition())

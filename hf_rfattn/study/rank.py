@@ -1,10 +1,10 @@
-"""The algebra of the fast multipole view: what rank attention has once a band around its diagonal is taken out.
+"""Rank of attention matrices after removing a band around the diagonal.
 
-FMMformer writes attention as a band plus a matrix of low rank. For every head of a pretrained model, A is its exact
-attention on a text and A_k what remains of it outside |i - j| < k (k = 0 takes out nothing, 1 the diagonal). The rank
-needed for a tolerance ε is the smallest r whose best approximation errs by ε: ‖A_k - [A_k]_r‖_F ≤ ε ‖A‖_F, that is the
-root of the sum of squares of the singular values after the first r. That is relative to the whole of A: the error of
-band and low rank together. "own" is relative to A_k itself: whether what is far is smoother, or merely small.
+FMMformer approximates attention by a band plus a low-rank matrix. For every head of a pretrained model, A is its exact
+attention on a text, and A_k is A without the entries with |i - j| < k (k = 0 removes nothing, 1 the diagonal). The rank
+needed for a tolerance ε is the smallest r whose best rank-r approximation satisfies ‖A_k - [A_k]_r‖_F ≤ ε ‖A‖_F; the
+left side is the root of the sum of squares of all singular values after the first r. This is relative to all of A: the
+error of band and low rank together. "own" is relative to A_k, and shows whether the far part is smoother or just small.
 """
 
 import itertools
@@ -27,7 +27,7 @@ MEASURES = {"frobenius": "the whole matrix", "own": "what remains"}
 
 @dataclass(frozen=True)
 class RankStudy(Study):
-    """`bands`: diagonals to each side, the main one included, that are taken out. `tolerances`: ε."""
+    """`bands`: numbers of diagonals removed on each side, including the main one. `tolerances`: ε."""
 
     model: str | None = None
     text_file: str | None = None
@@ -73,7 +73,7 @@ class RankStudy(Study):
 
     @staticmethod
     def table(result: Result) -> Table:
-        """Median rank over heads, by tolerance of the whole matrix and by band taken out."""
+        """Median rank over heads, by tolerance (relative to the whole matrix) and removed band."""
         bands = result["settings"]["bands"]
         summary = {(row["tolerance"], row["band"]): row for row in rows_with(result["summary"], measure="frobenius")}
         rows = [
@@ -84,7 +84,7 @@ class RankStudy(Study):
 
     @staticmethod
     def figures(result: Result) -> dict[str, Figure]:
-        """Spectra by band, and the rank needed by band: medians and quartiles over heads."""
+        """Spectra and needed rank by removed band: medians and quartiles over heads."""
         bands, spectra = result["settings"]["bands"], result["spectra"]
         tolerances = result["settings"]["tolerances"]
         shades = matplotlib.colormaps["viridis"].resampled(max(len(spectra), len(tolerances)) + 1)
@@ -100,17 +100,17 @@ class RankStudy(Study):
                 low, median, high = ([row[name] for row in rows] for name in ("low", "median", "high"))
                 style = {"color": shades(i), "marker": "osD^v"[i % 5]}
                 lines.append(Line(f"ε = {tolerance:g}", range(len(rows)), median, (low, high), style=style))
-            panels.append(Panel(f"Rank for ε of {of}", "band taken out", "rank", lines, categories=bands))
+            panels.append(Panel(f"Rank for ε of {of}", "removed band", "rank", lines, categories=bands))
         what = f"Attention of {result['model']['name']} on {result['tokens']} tokens: a band and a low rank"
         return {"rank": draw(what, [panels], 4.3)}
 
 
 def ranks_needed(values: Tensor, whole: Tensor, tolerance: float, measure: str) -> list[int]:
-    """Smallest r for each row of singular values `[H, L]`; `whole` are those of the matrices nothing was taken from.
+    """Smallest r for each row of singular values `[H, L]`; `whole`: singular values of the full matrices.
 
     >>> ranks_needed(torch.tensor([[3.0, 4e-3, 3e-3]]), torch.tensor([[5.0, 0.0, 0.0]]), 0.001, "frobenius")
     [1]
     """
-    tails = values.square().flip(-1).cumsum(-1).flip(-1).sqrt()  # error of keeping the first 0, 1, 2, … values
+    tails = values.square().flip(-1).cumsum(-1).flip(-1).sqrt()  # error with the first 0, 1, 2, … values
     reference = (values if measure == "own" else whole).norm(dim=-1, keepdim=True)
     return (tails > tolerance * reference).sum(-1).tolist()

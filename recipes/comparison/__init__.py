@@ -1,1 +1,1 @@
-"""What `compare.py` is made of: the plan, the runs, and the report."""
+"""The parts of `compare.py`: the plan, the runs and the report."""

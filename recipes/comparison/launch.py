@@ -1,8 +1,8 @@
-"""Starts runs, each in processes of its own, and collects their results.
+"""Starts runs in separate processes and collects their results.
 
-OUTPUT/runs/NAME/           what the recipe writes there
-OUTPUT/logs/NAME.txt        what it has printed
-OUTPUT/results/NAME.json    its result, with its place in the report: there if and only if the run is finished
+OUTPUT/runs/NAME/           output folder of the recipe
+OUTPUT/logs/NAME.txt        its console output
+OUTPUT/results/NAME.json    its result, with its place in the report; exists only if the run is finished
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from hf_rfattn.results import RESULTS, read_result, without_folders, write_resul
 from .plan import Plan, Run, folder_of
 from .report import PLACE
 
-TAIL = 6  # lines of a failed run's log that are shown
+TAIL = 6  # number of lines shown from the log of a failed run
 
 
 def result_file(output: Path, run: Run) -> Path:
@@ -30,9 +30,9 @@ def result_file(output: Path, run: Run) -> Path:
 
 
 def unfinished(plan: Plan, output: Path, redo: bool) -> list[Run]:
-    """Runs that are to be made: those without a result, and what they need first.
+    """Return the runs without a result, and the runs that these need first.
 
-    A result that was made with other options raises, unless it is to be made again.
+    Raises ValueError for a result with other options, unless `redo`.
     """
     left = [run for run in plan.runs if not _finished(run, output, redo)]
     needed = {run.needs for run in left}
@@ -46,20 +46,20 @@ def _finished(run: Run, output: Path, redo: bool) -> bool:
     other = "processes" if read_result(path)["processes"] != run.processes else _difference(run, output)
     if other and not redo:
         raise ValueError(
-            f"{path} was made with another {flag(other)}. --redo makes it again; or choose another --output."
+            f"{path} was made with another {flag(other)}. Pass --redo to run it again, or choose another --output."
         )
     return not other and (run.place is not None or (folder_of(output, run.name) / MODEL).exists())
 
 
 def _difference(run: Run, output: Path) -> str | None:
-    """The first option that differs from those a run was made with; None if there is no such run."""
+    """Return the first option that differs from those of the earlier run; None if there is none."""
     path = folder_of(output, run.name) / RUN
     now = dataclasses.asdict(run.options)
     return first_difference(read_result(path), now) if path.exists() else None
 
 
 def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
-    """The words that start a run with the launcher that fits, and the environment it needs."""
+    """Return the command that starts a run with the right launcher, and its environment variables."""
     path = [str(run.script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment, launcher = {"PYTHONPATH": os.pathsep.join(path)}, []
     if torch.accelerator.is_available():
@@ -68,13 +68,13 @@ def launch_command(run: Run, *extra: str) -> tuple[list[str], dict[str, str]]:
         environment["ACCELERATE_USE_CPU"] = "true"
         if run.threads or "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(run.threads or max(1, (os.cpu_count() or 1) // run.processes))
-        if run.processes > 1:  # which accelerate's launcher does not start on a CPU
+        if run.processes > 1:  # accelerate's launcher does not support this on a CPU
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run.processes)]
     return [sys.executable, *launcher, str(run.script), *run.words, *extra], environment
 
 
 def launch(run: Run, output: Path) -> str | None:
-    """Run it to its end and return why it failed, or None. An unfinished run with the same options is resumed."""
+    """Execute a run, resuming it if it is unfinished. Returns why it failed, or None."""
     folder, log = folder_of(output, run.name), output / "logs" / f"{run.name}.txt"
     begun = (folder / RUN).exists() and not result_file(output, run).exists() and not _difference(run, output)
     words, environment = launch_command(run, "--resume" if begun else "--overwrite")
@@ -84,12 +84,12 @@ def launch(run: Run, output: Path) -> str | None:
         code = subprocess.run(words, env={**os.environ, **environment}, **options).returncode
     if code or not (folder / RESULT).exists():
         lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return "\n".join([f"exit code {code}; the end of {log}:", *lines[-TAIL:]])
+        return "\n".join([f"exit code {code}; last lines of {log}:", *lines[-TAIL:]])
     return None
 
 
 def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
-    """Put a finished run's result where the report reads it, without folders of this machine."""
+    """Copy the result of a finished run to the folder of the report, without paths of this machine."""
     folder = folder_of(output, run.name)
     document = without_folders(read_result(folder / RESULT))
     if run.place is not None:

@@ -1,20 +1,20 @@
-"""The YAML file of a comparison, and the runs it asks for, all checked before the first one starts.
+"""Reads the YAML file of a comparison and checks all its runs before the first one starts.
 
-title: ...              of the report
-variables: {data: null} for `${data}` below; null must be given with --set data=...; `${recipes}` and `${output}`
-                        (the folder of this comparison) are always defined
-training: {...}         options of recipes that all runs share
-attention:              the rows of the tables, softmax among them
-  - label: favor+       mechanism: if it is not the label; options: of the mechanism; training: options of recipes
-tasks:                  the parts of the report
-  - label: sst2         recipe: glue, snli, squad, text, lm, embeddings; training: its options; rows: labels, if not all
+title: ...              title of the report
+variables: {data: null} for `${data}` below; null must be given with --set data=...; always defined:
+                        `${recipes}`, and `${output}`, the folder of the comparison
+training: {...}         recipe options of all runs
+attention:              rows of the tables, including softmax
+  - label: favor+       mechanism: if it differs from the label; options: of the mechanism; training: recipe options
+tasks:                  parts of the report
+  - label: sst2         recipe: glue, snli, squad, text, lm, embeddings; training: its options; rows: some labels
     before: {...}       recipe and training of a run that comes first; its folder is `${before}` in this task
     options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
-seeds: [0, 1]           these four also in a task, for that one alone
-lengths: [512, 2048]    values of --max-length, each with a table of its own
-processes: [1, 2]       that share a run, or one number; each with a table of its own
-threads: 1              of each process on a CPU; default: OMP_NUM_THREADS if it is set, else the cores are shared
-keep_models: false      if only results are wanted
+seeds: [0, 1]           this and the next three can also be set in a task
+lengths: [512, 2048]    values of --max-length, each with its own table
+processes: [1, 2]       numbers of processes per run, each with its own table; or one number
+threads: 1              threads per process on a CPU; default: OMP_NUM_THREADS if set, else the cores are divided
+keep_models: false      save results only
 """
 
 import re
@@ -53,21 +53,21 @@ SHARED = ("training", "seeds", "lengths", "processes", "threads")  # fields of t
 FILE = ("title", "variables", "attention", "tasks", "keep_models", *SHARED)
 TASK = ("label", "recipe", BEFORE, "rows", "options", *SHARED)
 ROW = ("label", "mechanism", "options", "training")
-OURS = {"output", "resume", "overwrite", "seed", "attention", "attention_options"}  # what a comparison decides
+OURS = {"output", "resume", "overwrite", "seed", "attention", "attention_options"}  # set by the comparison
 OF_A_TASK = {*BUDGET, "epochs", "max_steps", "max_length", "max_train_samples", "max_eval_samples", "model", "data"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe in processes of its own. `place` is where its result stands in the report; None: nowhere."""
+    """One run of a recipe. `place`: the place of its result in the report; None if it is not part of it."""
 
     name: str
     recipe: str
-    words: tuple[str, ...]  # of the command line
+    words: tuple[str, ...]  # command-line arguments
     processes: int
     threads: int | None
     place: Mapping[str, Any] | None = None
-    needs: str | None = None  # the name of a run that must have been made before
+    needs: str | None = None  # name of a run that must be finished first
 
     @cached_property
     def options(self) -> Any:
@@ -86,7 +86,7 @@ class Plan:
 
 
 def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
-    """The runs of a file, in order. What is wrong with any of them is a ValueError."""
+    """Read and check all runs of a file. Raises ValueError if any of them is invalid."""
     if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}.")
     try:
@@ -97,13 +97,15 @@ def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
         variables = {name: given.get(name, default) for name, default in named.items()}
         if missing := [name for name, value in variables.items() if value in (None, "")]:
             raise ValueError(f"needs {' and '.join(f'--set {name}=...' for name in missing)}.")
-        file = expand(file, {**variables, "recipes": str(FOLDER), "output": str(output), BEFORE: f"${{{BEFORE}}}"})  # which has a value later
+        file = expand(
+            file, {**variables, "recipes": str(FOLDER), "output": str(output), BEFORE: f"${{{BEFORE}}}"}
+        )  # which has a value later
         runs = [run for i, task in enumerate(file["tasks"]) for run in _runs_of(i, task, file, output)]
         names = [run.name for run in runs]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"{', '.join(sorted(twice))} would be run twice; labels must differ.")
+            raise ValueError(f"{', '.join(sorted(twice))} would be run twice; use different labels.")
         for run in runs:
-            _ = run.options  # which reads them
+            _ = run.options  # parses and checks them
     except KeyError as error:
         raise ValueError(f"{path.name}: the field {error} is missing.") from error
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -113,7 +115,7 @@ def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
 
 def check_names(given: Any, known: Sequence[str], where: str) -> None:
     if not isinstance(given, Mapping):
-        raise ValueError(f"{where} must hold fields, as in `label: favor+`, not {given!r}.")
+        raise ValueError(f"{where} must be a mapping such as `label: favor+`, not {given!r}.")
     for name in given:
         if name not in known:
             hint = did_you_mean(str(name), known)
@@ -121,7 +123,7 @@ def check_names(given: Any, known: Sequence[str], where: str) -> None:
 
 
 def expand(value: Any, variables: Mapping[str, Any]) -> Any:
-    """With every `${name}` replaced.
+    """Replace every `${name}`.
 
     >>> expand({"data": "${data}/snli", "steps": 3}, {"data": "here"})
     {'data': 'here/snli', 'steps': 3}
@@ -130,7 +132,7 @@ def expand(value: Any, variables: Mapping[str, Any]) -> Any:
         try:
             return Template(value).substitute(variables)
         except KeyError as error:
-            raise ValueError(f"{value!r}: no variable {error}; known: {', '.join(variables)}.") from error
+            raise ValueError(f"{value!r}: unknown variable {error}; known: {', '.join(variables)}.") from error
     if isinstance(value, Mapping):
         return {key: expand(each, variables) for key, each in value.items()}
     return [expand(each, variables) for each in value] if isinstance(value, list) else value
@@ -141,7 +143,7 @@ def folder_of(output: Path, name: str) -> Path:
 
 
 def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> Iterator[Run]:
-    """Its preparation, then all rows of a seed before the next seed: tables fill evenly."""
+    """Runs of a task: its preparation, then all rows of one seed before the next, so that tables fill evenly."""
     check_names(task, TASK, f"tasks[{number}]")
     part, recipe, needs, folder = task["label"], task["recipe"], None, {}
     defaults = {"seeds": [0], "lengths": [None], "processes": [1], "threads": None}
@@ -151,7 +153,7 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
     rows = [_row(row, task.get("options", {})) for row in file["attention"]]
     labels = [row["label"] for row in rows]
     if SOFTMAX not in [row["mechanism"] for row in rows]:
-        raise ValueError("attention has no softmax, which all other rows are compared with.")
+        raise ValueError("attention has no softmax row, which all others are compared with; add `- label: softmax`.")
     check_names(dict.fromkeys([*task.get("rows", ()), *task.get("options", ())]), labels, f"rows of {part}")
     shared = file.get("training", {})
     if BEFORE in task:
@@ -177,14 +179,14 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
 
 
 def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with all of its fields. Rows share the budget of their task, and their mechanisms exist."""
+    """Check a row and fill in its defaults."""
     check_names(row, ROW, "attention")
     label, training = row["label"], row.get("training", {})
     mechanism, options = row.get("mechanism", label), {**row.get("options", {}), **of_the_task.get(label, {})}
     if own := {name.replace("-", "_") for name in training} & OF_A_TASK:
         raise ValueError(
-            f"the row {label!r} has its own {', '.join(sorted(own))}, but rows can only be compared if they share "
-            "that. Set it for the task."
+            f"the row {label!r} sets {', '.join(sorted(own))}, which must be the same for all rows to be comparable. "
+            "Set it in the task."
         )
     if mechanism != SOFTMAX:
         build_mechanism({"mechanism": mechanism, **options}, num_heads=1, head_dim=8)
@@ -193,7 +195,7 @@ def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(name: str, recipe: str, fields: Mapping[str, Any], output: Path) -> tuple[str, ...]:
     if recipe not in RECIPES:
-        raise ValueError(f"{name}: there is no recipe {recipe!r}; there are {', '.join(RECIPES)}.")
+        raise ValueError(f"{name}: unknown recipe {recipe!r}; known: {', '.join(RECIPES)}.")
     return tuple(fields_as_arguments({**fields, "output": str(folder_of(output, name))}))
 
 

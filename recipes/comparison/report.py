@@ -1,4 +1,4 @@
-"""The report of a comparison, made from its result files."""
+"""Generates the report of a comparison from its result files."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,18 +15,18 @@ from hf_rfattn.results import (
     write_images,
 )
 
-PLACE = "comparison"  # the field that says where a result belongs
+PLACE = "comparison"  # field of a result with its place in the comparison
 INTRODUCTION = (
     "All rows of a task have the same budget: model, data, steps and learning rate. Scores are mean ± standard "
     "deviation over seeds; (chance) marks scores that are not more than two standard errors above the best constant "
     "answer. The controls are `average` (no attention) and `band` (a window alone): rows that do not beat them show no "
-    "benefit from attention. Errors are those of attention outputs relative to softmax, mean over layers: untrained → "
-    "after attention transfer → after training. Only the softmax rows use attention dropout."
+    "benefit from attention. Errors are relative errors of attention outputs against softmax, mean over layers: "
+    "untrained → after attention transfer → after training. Only the softmax rows use attention dropout."
 )
 
 
 def comparison_tables(results: Iterable[Result]) -> list[ScoreTable]:
-    """Those of the results that have a place in a comparison, in the order of its file."""
+    """Tables of the results that belong to a comparison, in the order of its YAML file."""
     placed = [result for result in results if PLACE in result.document]
     placed.sort(key=lambda run: (run.document[PLACE]["order"], run.budget.get("max_length") or 0, run.seed))
     tables = make_tables(placed, lambda run: run.document[PLACE]["part"], lambda run: run.document[PLACE]["row"])
@@ -40,21 +40,23 @@ def comparison_tables(results: Iterable[Result]) -> list[ScoreTable]:
 
 
 def read_comparison(folder: Path) -> tuple[str, list[ScoreTable]]:
-    """Title and tables of the comparison whose results a folder holds."""
+    """Return title and tables of the comparison with results in a folder."""
     tables = comparison_tables(read_results(folder))
     if not tables:
-        raise ValueError(f"{folder} holds no results of a comparison.")
+        raise ValueError(
+            f"{folder} contains no results of a comparison. Run the comparison with --output {folder} first."
+        )
     return tables[0].first.document[PLACE]["title"], tables
 
 
 def options_of(tables: Sequence[ScoreTable]) -> str:
-    """Which attention the labels of rows stand for."""
+    """A sentence with the attention options of each row label."""
     rows = {(row.label, row.attention): None for table in tables for row in table.rows if row.label != row.attention}
     return "Options: " + ("; ".join(f"{label} is `{name}`" for label, name in rows) or "defaults") + "."
 
 
 def write_report(title: str, tables: Sequence[ScoreTable], folder: Path) -> list[Path]:
-    """report.html, and report.md with its plot."""
+    """Write report.html and report.md with its plot, and return their paths."""
     blocks: list[Block] = [f"# {title}", INTRODUCTION, overview(tables), options_of(tables)]
     if figure := score_and_speed(tables):
         blocks.append(Image("pareto.png", "Score against speed, one panel per task", lambda: figure))

@@ -169,9 +169,9 @@ REFUSED: dict[str, tuple[Tiny, str]] = {
     "starcoder2 with a window": (Tiny({"sliding_window": 8}, model_type="starcoder2"), "window of 8 tokens"),
     "doge": (Tiny(), "selects the keys"),
     "deepseek_v32": (Tiny({"num_key_value_heads": 4}), "selects the keys"),
-    "bigbird_pegasus": (Tiny(inputs="text to text"), "reads the attention mask by itself"),
-    "pixtral": (Tiny(inputs="image"), "makes an attention mask of pairs"),
-    "timesfm": (Tiny(inputs="time series"), "makes an attention mask of pairs"),
+    "bigbird_pegasus": (Tiny(inputs="text to text"), "reads the attention mask"),
+    "pixtral": (Tiny(inputs="image"), "builds its own L × L attention mask"),
+    "timesfm": (Tiny(inputs="time series"), "builds its own L × L attention mask"),
     "segformer": (  # its keys are fewer than its queries, so they do not stand at the same positions
         Tiny(
             {"num_attention_heads": [1, 2], "patch_sizes": [7, 3], "strides": [2, 2], "sr_ratios": [4, 2],
