@@ -1,15 +1,19 @@
 """The command line on tiny models in a folder: what it prints, where, and with which exit code."""
 
 import json
+import shlex
 
 import pytest
 import torch
 import transformers
+import typer
 from support.commands import failure, run
 from support.word_tokenizers import TEXT, save_with_tokenizer
+from typer.testing import CliRunner
 
 import hf_rfattn
 from hf_rfattn import attention_error, extend_positions, mechanism_names, patch_model
+from hf_rfattn.cli import app
 from hf_rfattn.integration.reading import model_class
 from hf_rfattn.mechanisms import describe_options, resolve_config
 from hf_rfattn.mechanisms.registry import mechanism_aliases
@@ -50,6 +54,38 @@ def test_a_config_names_models_only():
 
 def test_version_needs_no_command():
     assert run("--version") == f"hf-rfattn {hf_rfattn.__version__}\n"
+
+
+def commands(group, *above):
+    """(words, command) of all commands, those of groups included."""
+    for name, command in group.commands.items():
+        yield (*above, name), command
+        yield from commands(command, *above, name) if hasattr(command, "commands") else ()
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def test_help_fits_one_screen():
+    lines = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 80  # one line is left for the prompt
+    for name, command in typer.main.get_command(app).commands.items():
+        line = next(line for line in lines if line.startswith(f"  {name} "))
+        assert line.split(maxsplit=1)[1] == command.help.partition("\n")[0]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_has_an_example_with_options_that_exist(words):
+    shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    example = shlex.split(shown.partition("Example:\n")[2])
+    assert example[: len(words) + 1] == ["hf-rfattn", *words]
+    assert all(word in shown.partition("Example:")[0] for word in example if word.startswith("-"))
+
+
+def test_list_as_json():
+    listed = json.loads(run("list", "--json"))
+    assert list(listed) == mechanism_names() and listed["linear"]["aliases"]["elu-"] == {"feature_map": "elu-"}
+    assert listed["favor+"]["options"][0]["name"] == "num_features"
 
 
 def test_list_names_every_mechanism_alias_and_option():
@@ -197,7 +233,7 @@ def test_weights_are_needed_for_a_text_only(bert, tmp_path):
 def test_patch_and_unpatch(bert, tmp_path):
     original = transformers.AutoModelForMaskedLM.from_pretrained(bert)
     out = run("patch", bert, "fmm", "bandwidth=3", "far=elu", "-o", tmp_path / "fmm", "--layers", "0-1", "--seed", "4")
-    assert out.startswith(str(tmp_path / "fmm"))
+    assert out.startswith(f"Written: {tmp_path / 'fmm'}")
     patched = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "fmm")
     expected = patch_model(original, "fmm", bandwidth=3, far="elu", layers="0-1", seed=4)
     tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "fmm")(TEXT, return_tensors="pt")["input_ids"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from support.models import tiny_bert
+from support.word_tokenizers import tiny_tokenizer
 
-from hf_rfattn.cli.errors import EXTRAS
+from hf_rfattn.cli.command_line import EXTRAS
 from hf_rfattn.install import PACKAGE, install_command
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys
 """
 JOB = """
 import torch, hf_rfattn
+from pathlib import Path
 from transformers import AutoModel
 
 softmax, patched = sys.argv[2:]
@@ -40,6 +42,10 @@ from hf_rfattn.cli import app
 app(["list"], standalone_mode=False)
 app(["inspect", softmax], standalone_mode=False)
 app(["patch", softmax, "favor+", "-o", patched + "_favor"], standalone_mode=False)
+texts = Path(softmax) / "texts.jsonl"
+texts.write_text('{"text": "good film"}\\n' * 9)
+words = ["--data", str(texts), "--steps", "2", "-o", patched + "_converted"]
+app(["convert", softmax, "hedgehog", *words], standalone_mode=False)
 app(["unpatch", patched + "_favor", "-o", patched + "_back"], standalone_mode=False)
 """
 
@@ -66,6 +72,7 @@ def test_extras_are_those_of_the_package():
 def test_the_base_needs_no_extra(tmp_path):
     """Patch, save, load, convert, and the commands that do the same."""
     tiny_bert().save_pretrained(tmp_path / "softmax")
+    tiny_tokenizer().save_pretrained(tmp_path / "softmax")
     blocked = [*(set(EXTRAS) - {"rich"}), "peft"]  # typer brings rich, for its own help
     done = run(JOB, blocked, tmp_path / "softmax", tmp_path / "patched")
     assert done.returncode == 0, done.stderr
@@ -79,6 +86,7 @@ def test_the_base_needs_no_extra(tmp_path):
         ("psutil", ["bench", "decode"]),
         ("matplotlib", ["bench", "ops"]),
         ("matplotlib", ["study", "gram"]),
+        ("datasets", ["convert", "bert", "hedgehog", "--data", "me/texts", "-o", "out"]),
     ],
 )
 def test_a_command_names_the_extra_before_it_measures(package, words):

@@ -5,13 +5,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import convert
 import finetune_snli
 import pytest
 from support import sample
 from support.documents import edit, make_checkpoint, measured_runs, write_results
-from support.recipes import forget_processes, make_bert, make_gpt2, run_here
-from training.session import in_session
+from support.recipes import make_bert, make_gpt2, run_here
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
@@ -65,21 +63,16 @@ def test_a_fine_tuned_model(inside, monkeypatch):
     assert (model / "results" / "result.json").exists() and not leaks(model)
 
 
-def test_a_converted_model(inside, monkeypatch):
+def test_a_converted_model(inside):
     import datasets
 
     folder = inside / SECRET / "texts"
     folder.mkdir()
     datasets.Dataset.from_list(sample.make("snli", "train")[:40]).to_parquet(folder / "train.parquet")
-    command(monkeypatch, "convert.py", "--data", f"{SECRET}/texts")
-    forget_processes()
-    options = convert.ConvertOptions(
-        model=f"{SECRET}/bert", data=f"{SECRET}/texts", attention="hedgehog", columns=["premise"], steps=2,
-        batch_size=4, output=f"{SECRET}/out",
-    )  # fmt: skip
-    in_session(options, "transfer", convert.convert)
-    forget_processes()
-    model = inside / SECRET / "out" / "model"
+    options = ["--data", f"{SECRET}/texts", "--column", "premise", "--steps", "2", "--batch-size", "4"]
+    done = CliRunner().invoke(app, ["convert", f"{SECRET}/bert", "hedgehog", *options, "-o", f"{SECRET}/out"])
+    assert done.exit_code == 0, done.output
+    model = inside / SECRET / "out"
     assert json.loads((model / "results" / "transfer.json").read_text())["dataset"]["name"] == "texts"
     assert not leaks(model)
 

@@ -172,7 +172,7 @@ def test_dry_run_contacts_nothing(hub, worker, folder):
     (folder / "checkpoint-10" / "optimizer.pt").write_bytes(b"pickle")
     (folder / ".env").write_text("HF_TOKEN=secret")
     output = worker.publish(folder, "--dry-run", token=None)
-    assert "nothing was sent" in output and "KiB model.safetensors" in output
+    assert "nothing was uploaded" in output and "KiB model.safetensors" in output
     assert "Left out: checkpoint-10/optimizer.pt" in output and ".env" not in output
     assert all(name in output for name in SENT)
     assert hub.requests == []
@@ -303,7 +303,7 @@ def test_interrupted_by_the_user(hub, worker, tmp_path, folder):
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert "Interrupted. Run again to go on" in stdout and TOKEN not in stdout + stderr
+    assert "Interrupted. Run the same command again to resume" in stderr and TOKEN not in stdout + stderr
     assert set(hub.repos[NAME].files()) == {".gitattributes"}
     hub.faults.clear()
     worker.publish(folder)

@@ -176,7 +176,7 @@ def test_other_files_are_sent_if_they_are_named(folder, monkeypatch):
     for name in ("notes.txt", "photo.png"):
         (folder / name).write_text("mine")
     done = CliRunner().invoke(app, ["publish", str(folder), "--repo", NAME, "--dry-run", "--include", "photo.png"])
-    assert "Left out: notes.txt (--include FILE sends one)" in done.output and "photo.png" in done.output
+    assert "Left out: notes.txt (--include FILE uploads one)" in done.output and "photo.png" in done.output
 
 
 def test_the_card_names_the_repository(folder):

@@ -3,12 +3,10 @@
 import json
 import shutil
 
-import convert as convert_recipe
 import finetune_snli
 import pytest
-from support.recipes import forget_processes, run_here
+from support.recipes import run_here
 from training.classification import ClassificationOptions
-from training.session import in_session
 
 SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
@@ -36,10 +34,6 @@ def test_folders_of_others_are_refused(bert, tmp_path, capsys, how):
     said = refused(capsys, model=str(tmp_path / "model"), output=str(tmp_path), **how)
     assert f"--model {tmp_path / 'model'} lies inside --output" in said
     assert "is not empty and was not written by a recipe" in refused(capsys, model=bert, output=str(tmp_path), **how)
-    forget_processes()
-    options = convert_recipe.ConvertOptions(model=bert, attention="hedgehog", output=str(tmp_path), **how)
-    with pytest.raises(ValueError, match="is not empty and was not written by a recipe"):
-        in_session(options, "transfer", convert_recipe.convert)
     assert listing(tmp_path) == before
 
 

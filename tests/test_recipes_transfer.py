@@ -1,10 +1,8 @@
-"""Conversion by recipe, fine-tuning from it, transfer within a run, learning from a softmax model, LoRA."""
+"""Fine-tuning a converted model, attention transfer within a run, learning from a softmax model, LoRA."""
 
 import json
-import sys
 from pathlib import Path
 
-import convert as recipe
 import datasets
 import finetune_lm
 import finetune_snli
@@ -14,14 +12,13 @@ import training.run
 import transformers
 from safetensors.torch import load_file
 from support import sample
+from support.commands import run
 from support.recipes import forget_processes, make_gpt2, run_here
 from training.classification import ClassificationOptions
-from training.messages import script
-from training.session import in_session, make_accelerator
+from training.session import make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
 import hf_rfattn
-from hf_rfattn.results import parse_result
 
 SNLI = (finetune_snli.SnliTask, ClassificationOptions)
 QUICK = {"data": "sample", "max_train_samples": 64, "max_eval_samples": 37, "max_steps": 4, "batch_size": 8}
@@ -51,66 +48,28 @@ def train(model, output, **fields):
     return load_file(output / "model" / "model.safetensors"), result
 
 
-def convert(model, data, output, **fields):
-    forget_processes()
-    given = {"attention": "hedgehog", "columns": ["premise", "hypothesis"], "steps": 12, "batch_size": 8} | fields
-    options = recipe.ConvertOptions(model=model, data=data, output=str(output), **given)
-    try:
-        with script():
-            return json.loads(in_session(options, "transfer", recipe.convert).read_text())
-    finally:
-        forget_processes()
-
-
-def test_what_would_be_published_names_no_folder(bert, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["convert.py", f"--model={bert}", "--data", texts])
-    result = convert(bert, texts, tmp_path / "converted")
-    assert f"--model={bert}" in result["command"]  # here it can be run again
-    sent = [path for path in (tmp_path / "converted" / "model").rglob("*") if path.suffix in (".json", ".md")]
-    assert len(sent) > 2 and not [path for path in sent if str(Path(bert).parent) in path.read_text()]
-
-
 def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
-    result = convert(bert, texts, tmp_path / "converted", learning_rate=0.05)
-    folder = tmp_path / "converted" / "model"
-    errors = result["errors"]
-    assert all(a < b for a, b in zip(errors["after"]["overall"], errors["before"]["overall"], strict=True))
-    assert result["transfer"]["steps"] == 12 and result["attention"]["mechanism"] == "hedgehog"
-    card = (folder / "README.md").read_text()
-    assert "Attention transfer" in card and f"{errors['after']['overall'][0]:.3g}"[:4] in card
-    assert not (tmp_path / "converted" / "transfer").exists()
-    assert parse_result(result).errors["after"]["overall"] == errors["after"]["overall"]
-    with pytest.raises(ValueError, match="errors: after: layers must be a list"):
-        parse_result({**result, "errors": {**errors, "after": {**errors["after"], "layers": []}}})
-    converted, base = load_file(folder / "model.safetensors"), load_file(f"{bert}/model.safetensors")
-    assert all(torch.equal(converted[name], value) for name, value in base.items())
-
+    given = ("--column", "premise", "--column", "hypothesis", "--steps", 12, "--learning-rate", 0.05, "--json")
+    result = json.loads(run("convert", bert, "hedgehog", "--data", texts, "-o", tmp_path / "converted", *given))
     softmax = train(bert, tmp_path / "softmax", attention="softmax")[1]
-    weights, tuned = train(str(folder), tmp_path / "tuned", model_name=Path(bert).name)
-    assert tuned["attention"] == result["attention"] and tuned["transfer"]["steps"] == 12
+    weights, tuned = train(str(tmp_path / "converted"), tmp_path / "tuned", model_name=Path(bert).name)
+    assert {"layers": {"0-1": tuned["attention"]}} == result["attention"] and tuned["transfer"]["steps"] == 12
     assert tuned["transfer"]["dataset"] == result["dataset"]
     for name in ("model", "task", "dataset", "budget"):  # so that they stand in one table
         assert tuned[name] == softmax[name]
-    assert tuned["attention_error"]["before"]["overall"][0] < 0.9 * errors["before"]["overall"][0]
+    assert tuned["attention_error"]["before"]["overall"][0] < 0.9 * result["errors"]["before"]["overall"][0]
     assert any(".rf." in name for name in weights) and softmax["transfer"] is None
 
-    again = convert(bert, texts, tmp_path / "converted", learning_rate=0.05, resume=True)
-    assert again["created"] == result["created"]  # finished: nothing is done
-    with pytest.raises(SystemExit):
-        convert(bert, texts, tmp_path / "converted")  # neither --resume nor --overwrite
 
-
-def test_conversion_of_a_language_model(tmp_path):
+def test_a_converted_language_model_learns_from_itself(tmp_path):
     gpt2 = make_gpt2(tmp_path / "gpt2")
-    datasets.Dataset.from_list(sample.make("wikitext", "train")[:400]).to_parquet(tmp_path / "train.parquet")
-    options = {"attention": "fmm", "attention_options": ["bandwidth=4", "far=hedgehog"], "columns": ["text"]}
-    convert(gpt2, str(tmp_path), tmp_path / "out", **options, join=True, max_length=32)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    assert model.config.rfattn["layers"]["0-1"]["mechanism"] == "fmm"
+    for split in ("train", "test"):
+        datasets.Dataset.from_list(sample.make("wikitext", "train")[:400]).to_parquet(tmp_path / f"{split}.parquet")
+    given = ("bandwidth=4", "far=hedgehog", "--data", tmp_path, "--max-length", 32, "--steps", 12)
+    run("convert", gpt2, "fmm", *given, "-o", tmp_path / "out")
     fields = {"data": str(tmp_path), "eval_split": "test", "max_length": 32, "max_steps": 2, "batch_size": 4}
-    datasets.Dataset.from_list(sample.make("wikitext", "train")[:40]).to_parquet(tmp_path / "test.parquet")
     result = run_here(
-        finetune_lm.LanguageTask, finetune_lm.LanguageOptions, model=str(tmp_path / "out" / "model"), model_name="gpt2",
+        finetune_lm.LanguageTask, finetune_lm.LanguageOptions, model=str(tmp_path / "out"), model_name="gpt2",
         output=str(tmp_path / "tuned"), distill="self", **fields,
     )  # fmt: skip
     assert result["metrics"]["perplexity"]["value"] > 1 and result["model"] == "gpt2"
@@ -228,48 +187,3 @@ def test_lora(bert, tmp_path):
 def test_options_that_do_not_go_together(fields, message):
     with pytest.raises(ValueError, match=message):
         ClassificationOptions(**{"model": "m"} | fields)
-
-
-def test_what_is_no_conversion_is_told(bert, tmp_path, capsys):
-    with pytest.raises(ValueError, match="Give --model"):
-        recipe.ConvertOptions(model=bert, attention="softmax")
-    with pytest.raises(ValueError, match="two for pairs"):
-        recipe.ConvertOptions(model=bert, attention="fmm", columns=["a", "b", "c"])
-    with pytest.raises(SystemExit):
-        convert(bert, str(tmp_path / "nowhere"), tmp_path / "out")
-    for rows, message in (
-        ("one text\n", "train has 1 text(s); more than --batch-size 8 are needed"),
-        ("one\n\n \ntwo\n", "has 2 text(s)"),  # blank rows are left out
-    ):
-        folder = tmp_path / "train"
-        folder.mkdir(exist_ok=True)
-        (folder / "train.csv").write_text("text,other\n" + rows.replace("\n", ",x\n"))
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            convert(bert, str(folder), tmp_path / "out", columns=["text"])
-        assert message in capsys.readouterr().err
-
-
-def test_a_conversion_that_is_interrupted_or_whose_state_is_damaged(bert, texts, tmp_path, capsys, monkeypatch):
-    train = hf_rfattn.conversion.transfer.Transfer.train
-
-    def breaks(self, batch):
-        if self.step == 5:
-            raise KeyboardInterrupt
-        return train(self, batch)
-
-    monkeypatch.setattr(hf_rfattn.conversion.transfer.Transfer, "train", breaks)
-    with pytest.raises(SystemExit):
-        convert(bert, texts, tmp_path, save_every=2)
-    assert "with --resume continues" in capsys.readouterr().err
-    monkeypatch.undo()
-    state = tmp_path / "transfer" / "conversion.pt"
-    whole = state.read_bytes()
-    state.write_bytes(whole[:-9])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        convert(bert, texts, tmp_path, save_every=2, resume=True)
-    said = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and "conversion.pt is damaged" in said and "Traceback" not in said
-    state.write_bytes(whole)
-    assert convert(bert, texts, tmp_path, save_every=2, resume=True)["transfer"]["steps"] == 12

@@ -65,7 +65,7 @@ class ModelSettings(Settings):
     attention: Sequence[str] = setting(
         (), "Mechanisms, separated by commas. Default: those of a patched checkpoint, otherwise favor+."
     )
-    model: str = setting("bert", "A folder, a model on the Hub, or bert or gpt2 for random weights in that shape.")
+    model: str = setting("bert", "A folder, a name on the Hub, or bert or gpt2 (random weights).")
     base_model: str | None = setting(None, "Name of the model in results; for cards, its name on the Hub.")
     lengths: Sequence[int] = setting((128, 512, 1024, 2048), "Sequence lengths.")
     passes: Sequence[bool] = setting(
@@ -81,7 +81,7 @@ class ModelSettings(Settings):
 class DecodeSettings(Settings):
     """Settings for generation."""
 
-    model: str = setting("gpt2", "A folder, a model on the Hub, or gpt2 for random weights in that shape.")
+    model: str = setting("gpt2", "A folder, a name on the Hub, or gpt2 (random weights).")
     contexts: Sequence[int] = setting((1024, 4096, 16384), "Context lengths: numbers of tokens in the cache.")
     tokens: int = setting(4, "Number of tokens to generate per repetition.", min=1)
     max_seconds: float = setting(

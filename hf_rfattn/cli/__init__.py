@@ -1,13 +1,18 @@
 """The command line, `hf-rfattn`: one file for each group of commands. What a command needs is imported when it runs."""
 
+import json
 import shutil
 import textwrap
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from . import bench, hub
+from .command_line import example_of
+from .convert_model import convert
 from .doctor import doctor
 from .inspect_model import inspect_model
 from .patch_model import patch, unpatch
@@ -16,13 +21,28 @@ from .study import study
 if TYPE_CHECKING:
     from ..mechanisms.config import Option
 
+
+class _Commands(TyperGroup):
+    """The first level: its help lists commands by purpose and fits one screen."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            panels.setdefault(command.rich_help_panel, []).append((name, command.get_short_help_str(70)))
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="hf-rfattn",
-    help="Linear-time attention for pretrained Hugging Face models.",
+    cls=_Commands,
+    help="Linear-time attention for pretrained models. See also: COMMAND --help",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
 )
 
 
@@ -41,23 +61,38 @@ def main(
     pass
 
 
-@app.command("list")
-def list_mechanisms() -> None:
-    """Every mechanism, its aliases, and its options with their defaults."""
+def list_mechanisms(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List attention mechanisms and their options."""
     from ..mechanisms import describe_options, mechanism_names, resolve_config
     from ..mechanisms.config import option_value
     from ..mechanisms.registry import mechanism_aliases, mechanism_title
 
-    for name in mechanism_names():
-        config = type(resolve_config(name))
+    names = mechanism_names()
+    configs = {name: type(resolve_config(name)) for name in names}
+    aliases: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for alias, (target, options) in mechanism_aliases().items():
+        aliases[target][alias] = options
+    if as_json:
+        listed = {
+            name: {
+                "description": mechanism_title(config),
+                "aliases": aliases[name],
+                "options": [vars(option) for option in describe_options(config)],
+            }
+            for name, config in configs.items()
+        }
+        typer.echo(json.dumps(listed, indent=2))
+        return
+    for name, config in configs.items():
         typer.echo(f"{name}  {mechanism_title(config)}")
-        aliases = []
-        for alias, (target, options) in mechanism_aliases().items():
+        also = []
+        for alias, options in aliases[name].items():
             preset = ", ".join(f"{key}={option_value(value)}" for key, value in options.items())
-            if target == name:
-                aliases.append(f"{alias} ({preset})" if preset else alias)
-        if aliases:
-            typer.echo(f"  also called: {', '.join(aliases)}")
+            also.append(f"{alias} ({preset})" if preset else alias)
+        if also:
+            typer.echo(f"  also called: {', '.join(also)}")
         _print_options(describe_options(config))
         typer.echo()
 
@@ -74,11 +109,18 @@ def _print_options(options: "list[Option]") -> None:
         typer.echo(f"\n{' ' * len(start)}".join([start + text[0], *text[1:]]).rstrip())
 
 
-app.command("inspect")(inspect_model)
-app.command()(patch)
-app.command()(unpatch)
-app.add_typer(bench.app)
-app.command()(study)
-app.command()(hub.card)
-app.command()(hub.publish)
-app.command()(doctor)
+def _add(command: Callable[..., None], panel: str, example: str, name: str | None = None) -> None:
+    app.command(name, rich_help_panel=panel, epilog=example_of(example))(command)
+
+
+CHANGE, MEASURE, SHARE = "Change a model", "Explore and measure", "Share a model"
+_add(convert, CHANGE, "convert bert-base-uncased hedgehog --data texts.txt -o out")
+_add(patch, CHANGE, "patch bert-base-uncased multipole exact_keys=256 -o out")
+_add(unpatch, CHANGE, "unpatch out -o original")
+_add(list_mechanisms, MEASURE, "list", "list")
+_add(inspect_model, MEASURE, "inspect bert-base-uncased --attention favor+ num_features=128", "inspect")
+app.add_typer(bench.app, rich_help_panel=MEASURE)
+_add(study, MEASURE, "study heads --model bert-base-uncased")
+_add(doctor, MEASURE, "doctor")
+_add(hub.card, SHARE, "card out --base-model google-bert/bert-base-uncased")
+_add(hub.publish, SHARE, "publish out --repo me/bert-multipole --dry-run")

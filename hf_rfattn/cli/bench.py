@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-import shlex
+import json
 from collections.abc import Sequence
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -12,33 +12,40 @@ import typer
 from rich.console import Console
 
 from ..bench.settings import DecodeSettings, ModelSettings, OpsSettings, Settings
-from .errors import errors_without_traceback, parse_choices, parse_numbers
+from .command_line import errors_without_traceback, example_of, parse_choices, parse_numbers, progress_bar, typed
 
-app = typer.Typer(name="bench", help="Measure speed and memory on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    name="bench",
+    help="Measure speed and memory: bench ops, bench model, bench decode.",
+    epilog=example_of("bench ops --help"),
+    no_args_is_help=True,
+)
 
-Output = Annotated[Path, typer.Option(help="Folder for the results as JSON and the plots.")]
+Output = Annotated[Path, typer.Option(help="Folder for results (JSON) and plots.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Field = Any  # of dataclasses
 
 
-def _add(name: str, settings: type[Settings], description: str) -> None:
+def _add(name: str, settings: type[Settings], description: str, example: str) -> None:
     """Add the command of the module `bench.NAME`, which has `measure` and `report` and is imported when it runs."""
     shared = {field.name for field in dataclasses.fields(Settings)}
     fields = sorted(dataclasses.fields(settings), key=lambda field: field.name in shared)  # its own come first
 
-    def command(context: typer.Context, output: Path, **given: Any) -> None:
+    def command(context: typer.Context, output: Path, as_json: bool, **given: Any) -> None:
         with errors_without_traceback():
             chosen = settings(**{field.name: _parse(field, given[field.name]) for field in fields})
-            _run(importlib.import_module(f"hf_rfattn.bench.{name}"), chosen, output, _command(context))
+            _run(importlib.import_module(f"hf_rfattn.bench.{name}"), chosen, output, typed(context), as_json)
 
     keyword = Parameter.KEYWORD_ONLY
     parameters = [
         Parameter("context", keyword, annotation=typer.Context),
         *(Parameter(f.name, keyword, default=_default(f), annotation=_annotation(f)) for f in fields),
         Parameter("output", keyword, default=Path("bench_out"), annotation=Output),
+        Parameter("as_json", keyword, default=False, annotation=AsJson),
     ]
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(name, help=description)(command)
+    app.command(name, help=description, epilog=example_of(f"bench {name} {example}"))(command)
 
 
 def _annotation(field: Field) -> Any:
@@ -67,19 +74,7 @@ def _parse(field: Field, given: Any) -> Any:
     return given
 
 
-def _command(context: typer.Context) -> str:
-    """What was typed, without the folder of the output: it makes a result again."""
-    words = ["hf-rfattn", "bench", str(context.info_name)]
-    for option in context.command.params:
-        name, value = str(option.name), context.params.get(str(option.name))
-        source = context.get_parameter_source(name)
-        if name != "output" and source is not None and source.name == "COMMANDLINE":
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                words += [option.opts[0], str(each)]
-    return shlex.join(words)
-
-
-def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None:
+def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json: bool) -> None:
     """Measure, write the result, its plot and the documents for cards, and print its tables."""
     import matplotlib.figure  # noqa: F401  # plots come last: better missed before hours of measuring
     import transformers
@@ -88,24 +83,31 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str) -> None
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    console = Console()
-    with console.status("loading") as status:
-        result = benchmark.measure(settings, lambda share, doing: status.update(f"{share:.0%}: {doing}"))
+    with progress_bar("loading") as show:
+        result = benchmark.measure(settings, lambda share, doing: show(doing, share))
     name = result["kind"].removeprefix("bench ")
     if isinstance(settings, ModelSettings):
         name += f"_{result['model']['type']}"
     blocks = benchmark.report(result, name)
     files = [output / f"{name}.json"]
-    write_result(without_folders({**result, "command": command}), files[0])
+    document = without_folders({**result, "command": command})
+    write_result(document, files[0])
     files += write_images(blocks, output)
     if isinstance(settings, ModelSettings):
         for attention, document in benchmark.speed_documents(result).items():
             files.append(output / f"{name.replace('model', 'speed', 1)}_{attention.replace(' ', '_')}.json")
             write_result(document, files[-1])
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = Console()
     print_blocks(blocks, console)
     console.print(f"Written: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
 
 
-_add("ops", OpsSettings, "Time of one attention layer by length: mechanisms against softmax.")
-_add("model", ModelSettings, "Time, throughput and memory of whole models by length: inference and training.")
-_add("decode", DecodeSettings, "Time and memory of generating one token, by length of context.")
+_add("ops", OpsSettings, "Time one attention layer by sequence length.", "--attention favor+,fmm --lengths 512,4096")
+_add(
+    "model", ModelSettings, "Time and memory of a whole model by sequence length.",
+    "--model bert-base-uncased --attention favor+",
+)  # fmt: skip
+_add("decode", DecodeSettings, "Time and memory per generated token by context length.", "--model gpt2 --contexts 4096")

@@ -9,14 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
+from .command_line import errors_without_traceback, progress_bar
 
 PACKAGES = ("torch", "transformers", "triton", "fla-core", "accelerate")
 LENGTH, HEAD_DIM = 200, 64
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, devices and backends, and compare the fused kernels with the torch path on each GPU."""
-    found = report()
+    """Show versions, devices and GPU kernels, for bug reports.
+
+    On each GPU, also compares the fused kernels with the torch implementation.
+    """
+    with errors_without_traceback(), progress_bar("checking devices and kernels"):
+        found = report()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -27,12 +32,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     for operator, problem in found["operators"].items():
         typer.echo(f"  {operator:<12}{problem or 'available'}")
     if not found["devices"]:
-        typer.echo("\nNo GPU is visible to torch: everything runs on the torch path.")
+        typer.echo("\nNo GPU is visible to torch; everything runs on the CPU.")
     for device in found["devices"]:
         typer.echo(f"\n{device['device']}: {device['name']}, {device['memory_gb']} GB, {device['architecture']}")
         for call in device["calls"]:
             typer.echo(f"  {call['attention']:<12}{call['form']:<15}{call['dtype']:<10}{call['kernels']}")
-    typer.echo("\nPlease add this to bug reports.")
+    typer.echo("\nPlease include this in bug reports.")
 
 
 def report() -> dict[str, Any]:

@@ -5,21 +5,24 @@ from typing import Annotated
 
 import typer
 
-from .errors import INTERRUPTED, errors_without_traceback
+from .command_line import errors_without_traceback
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What save_pretrained of a patched model has written.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a patched model, saved by save_pretrained.")]
 
 
 def card(
     folder: Folder,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder of result files; they are copied into DIR/results first.")
+    results: Annotated[Path | None, typer.Option(help="Folder of result files to copy into DIR/results first.")] = None,
+    repo: Annotated[str | None, typer.Option(metavar="ME/NAME", help="Repository it will be published to.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="Name of the base model on the Hub, if no result file names it.")
     ] = None,
-    repo: Annotated[str | None, typer.Option(metavar="ME/NAME", help="Where it will be published.")] = None,
-    base_model: Annotated[str | None, typer.Option(help="On the Hub; needed only where no result names it.")] = None,
-    license: Annotated[str | None, typer.Option(help="Of the base model, where no result names it.")] = None,
+    license: Annotated[str | None, typer.Option(help="License of the base model, if no result file names it.")] = None,
 ) -> None:
-    """Write a model card (README.md) from the checkpoint in DIR and the result files in DIR/results."""
+    """Write the model card (README.md) of a patched model.
+
+    The card is made from the checkpoint in DIR and the result files in DIR/results.
+    """
     with errors_without_traceback():
         from ..hub.cards import write_card
         from ..hub.folder import CheckpointFolder
@@ -29,34 +32,36 @@ def card(
         if results is not None:
             read = read_results(results)
             if not read:
-                raise ValueError(f"{results} holds no result file.")
+                raise ValueError(f"{results} holds no result file ; give a folder with the JSON files of recipes.")
             if results.resolve() != inside.resolve():
                 for result in read:
                     write_result(dict(result.document), inside / result.file)
         path = write_card(folder, repo_id=repo, base_model=base_model, license=license)
     measured = len(list(inside.glob("*.json")))
     typer.echo(
-        f"Written: {path}, from {measured} result files" if measured else f"Written: {path}; it claims no result"
+        f"Written: {path}, from {measured} result file{'s' if measured > 1 else ''}"
+        if measured
+        else f"Written: {path}, without results: there are no result files in {inside}"
     )
 
 
 def publish(
     folder: Folder,
-    repo: Annotated[str, typer.Option(metavar="ME/NAME", help="Of the repository; made if it is not there.")],
-    private: Annotated[bool, typer.Option("--private", help="If it is made, make it private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="A branch; made if it is not there.")] = None,
+    repo: Annotated[str, typer.Option(metavar="ME/NAME", help="Repository; created if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; created if it does not exist.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and show what would be sent; send nothing.")
+        bool, typer.Option("--dry-run", help="Check everything and list the files, but upload nothing.")
     ] = False,
     include: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Send this file of DIR too."),
+        typer.Option(metavar="FILE", help="Also upload this file of DIR; can be repeated."),
     ] = None,
 ) -> None:
-    """Send a patched checkpoint with its card and results to the Hub, in one commit.
+    """Upload a patched model, its card and results to the Hub.
 
-    Only files that belong to a model and those named by --include are sent. The token is that of `hf auth login` or
-    HF_TOKEN.
+    Uploads, in one commit, the files that belong to a model and those named by --include. Log in first with
+    `hf auth login`, or set HF_TOKEN.
     """
     with errors_without_traceback():
         import transformers
@@ -71,11 +76,10 @@ def publish(
             typer.echo(f"{in_bytes(size):>12}  {name}")
         typer.echo(f"{in_bytes(plan.size):>12}  {len(plan.files)} files, to {plan.address}")
         if plan.left_out:
-            typer.echo(f"Left out: {', '.join(plan.left_out)} (--include FILE sends one)")
+            typer.echo(f"Left out: {', '.join(plan.left_out)} (--include FILE uploads one)")
         try:
             options = {"private": private, "revision": revision, "dry_run": dry_run, "include": include or ()}
             address = send(folder, repo, **options, tell=typer.echo)  # type: ignore[arg-type]
         except KeyboardInterrupt:
-            typer.echo("Interrupted. Run again to go on: what is already uploaded is not sent twice.")
-            raise typer.Exit(INTERRUPTED) from None
-    typer.echo("Everything is in order; nothing was sent." if dry_run else f"Published: {address}")
+            raise KeyboardInterrupt("Run the same command again to resume; uploaded files are skipped.") from None
+    typer.echo("All checks passed; nothing was uploaded." if dry_run else f"Published: {address}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import errors_without_traceback, parse_numbers
+from .command_line import errors_without_traceback, parse_numbers
 from .patch_model import Model, Options
 
 if TYPE_CHECKING:
@@ -25,15 +25,18 @@ MEMORY = {"kv_cache_bytes": "softmax: KV cache", "state_bytes": "{}: state"}
 def inspect_model(
     model: Model,
     options: Options = None,
-    attention: Annotated[str, typer.Option(help="A mechanism of `hf-rfattn list`.")] = "favor+",
-    lengths: Annotated[str, typer.Option(help="Sequence lengths to count for.")] = LENGTHS,
-    text: Annotated[str | None, typer.Option(help="Measure the error on this text; loads the weights.")] = None,
-    text_file: Annotated[Path | None, typer.Option(help="The same, on the text of a file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    attention: Annotated[str, typer.Option(help="A mechanism; `hf-rfattn list` shows all.")] = "favor+",
+    lengths: Annotated[str, typer.Option(help="Sequence lengths to compute costs for.")] = LENGTHS,
+    text: Annotated[
+        str | None, typer.Option(help="Also measure the error of the attention on this text; loads the weights.")
+    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="The same, with the text of a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What patch_model would do to MODEL: what is patched, what stays softmax and why, and what it costs.
+    """Show what patching would change in a model, and its cost.
 
-    Without a text only the model's config is read.
+    Lists the attention modules that would be patched, those that stay softmax and why, and multiply-adds and memory by
+    sequence length. Without a text, only the config of the model is read.
     """
     with errors_without_traceback():
         from ..mechanisms import parse_attention
@@ -44,7 +47,7 @@ def inspect_model(
             raise ValueError("Give --text or --text-file, not both.")
         text = text_file.read_text(encoding="utf-8") if text_file is not None else text
         if text is not None and not text.strip():
-            raise ValueError("The text is empty.")
+            raise ValueError("The text is empty; give some words to measure the error on.")
         report = _inspect(model, config, counted, text)
         if as_json:
             typer.echo(json.dumps(report, indent=2, default=lambda error: error.to_dict()))
@@ -64,7 +67,6 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
     from ..integration.reading import first_tokens, load_config, model_class
 
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     model_config = load_config(name)
     cls = model_class(model_config)
     with torch.device("meta"):

@@ -6,30 +6,38 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import errors_without_traceback
+from .command_line import errors_without_traceback
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a model's name on the Hub.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or the name of a model on the Hub.")]
+Attention = Annotated[
+    str, typer.Argument(metavar="ATTENTION", help="A mechanism; `hf-rfattn list` shows all, with their options.")
+]
 Options = Annotated[
     list[str] | None,
     typer.Argument(metavar="NAME=VALUE", help="Options of the mechanism; values are JSON or plain text."),
 ]
-Output = Annotated[Path, typer.Option("-o", "--output", help="The new folder; it must not exist, or be empty.")]
+Layers = Annotated[str | None, typer.Option(help="Layers to patch, such as 0-5,11. [default: all]")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Output = Annotated[Path, typer.Option("-o", "--output", help="New folder for the model.")]
 
 
 def patch(
     model: Model,
-    attention: Annotated[str, typer.Argument(help="A mechanism; `hf-rfattn list` shows them and their options.")],
+    attention: Attention,
     output: Output,
     options: Options = None,
-    layers: Annotated[str | None, typer.Option(help="Layers to patch, such as 0-5,11. Default: all.")] = None,
-    cross_attention: Annotated[bool, typer.Option(help="Patch cross-attention too.")] = False,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    layers: Layers = None,
+    cross_attention: Annotated[bool, typer.Option("--cross-attention", help="Also patch cross-attention.")] = False,
+    seed: Seed = 0,
     max_length: Annotated[
-        int | None, typer.Option(help="Extend learned positions to this number of tokens, in the tokenizer too.")
+        int | None, typer.Option(min=1, help="Extend learned positions to this number of tokens.")
     ] = None,
-    positions: Annotated[str, typer.Option(help="How to extend them: tile or interpolate.")] = "tile",
+    positions: Annotated[str, typer.Option(help="How --max-length extends them: tile or interpolate.")] = "tile",
 ) -> None:
-    """Patch MODEL and save it with its tokenizer; `from_pretrained` of the folder loads it patched."""
+    """Replace the attention of a model; no training.
+
+    Saves model and tokenizer; `from_pretrained` of the new folder loads the patched model after `import hf_rfattn`.
+    """
 
     def change(loaded: Any, tokenizer: Any) -> None:
         from .. import extend_positions, patch_model
@@ -43,40 +51,47 @@ def patch(
 
         config = parse_attention(attention, options or [])
         _save_changed(model, output, change)
-    typer.echo(f"{output}: {model} with {attention}. Load it after `import hf_rfattn`.")
+    typer.echo(f"Written: {output}, {model} with {attention} attention. Load it after `import hf_rfattn`.")
 
 
 def unpatch(model: Model, output: Output) -> None:
-    """Save a patched MODEL with softmax again, without its mechanisms."""
+    """Restore softmax attention in a patched model."""
 
     def change(loaded: Any, tokenizer: Any) -> None:
         from .. import Mechanism, unpatch_model
 
         if not any(isinstance(module, Mechanism) for module in loaded.modules()):
-            raise ValueError(f"{model} is not patched.")
+            raise ValueError(f"{model} is not patched, so there is nothing to undo.")
         unpatch_model(loaded)
 
     with errors_without_traceback():
         _save_changed(model, output, change)
-    typer.echo(f"{output}: {model} with softmax.")
+    typer.echo(f"Written: {output}, {model} with softmax attention.")
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """A model, of the class it was saved from, and its tokenizer, or None."""
+    import transformers
+
+    from ..integration.reading import load_config, model_class
+
+    transformers.logging.set_verbosity_error()
+    loaded = model_class(load_config(name)).from_pretrained(name, trust_remote_code=False)
+    try:
+        return loaded, transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError):
+        return loaded, None
 
 
 def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -> None:
     """Load a model and its tokenizer, change them, and save them into a new folder."""
-    import transformers
-
-    from ..integration.reading import load_config, model_class
     from ..results import new_folder
 
-    transformers.logging.set_verbosity_error()
     with new_folder(output) as partial:
-        loaded = model_class(load_config(name)).from_pretrained(name, trust_remote_code=False)
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None
-            typer.echo(f"{name} has no tokenizer that could be copied.", err=True)
+        loaded, tokenizer = load(name)
         change(loaded, tokenizer)
         loaded.save_pretrained(partial)
-        if tokenizer is not None:
+        if tokenizer is None:
+            typer.echo(f"{name} has no tokenizer to copy.", err=True)
+        else:
             tokenizer.save_pretrained(partial)

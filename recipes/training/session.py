@@ -1,6 +1,6 @@
 """What surrounds the work of every recipe: messages, accelerate, the output folder, and the result file with its card.
 
-A recipe that does not train calls `run_recipe` itself, as `convert.py` does; those that do call `main` of `run.py`.
+A recipe that does not train calls `run_recipe` itself, as `evaluate_lm.py` does; those that do call `main` of `run.py`.
 
 OUTPUT/run.json       the options of the run
 OUTPUT/state/         states, while the run is not finished

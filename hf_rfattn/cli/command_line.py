@@ -1,0 +1,122 @@
+"""What commands share: errors and Ctrl-C as one line, progress, numbers and choices, the command as it was typed."""
+
+import os
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import typer
+
+from ..install import install_command
+
+Choice = TypeVar("Choice")
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+
+# Packages that not everybody needs, and the extra that each comes with.
+EXTRAS = {
+    "matplotlib": "plots",
+    "psutil": "bench",
+    "rich": "bench",
+    "accelerate": "recipes",
+    "datasets": "recipes",
+}
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """Without the line of code; warnings for developers are left out."""
+    if issubclass(category, UserWarning):
+        typer.echo(f"hf-rfattn: Warning: {message}", err=True)
+
+
+def example_of(words: str) -> str:
+    """The end of a command's help; the first character keeps the line breaks."""
+    return f"\b\nExample:\n  hf-rfattn {words}"
+
+
+@contextmanager
+def errors_without_traceback() -> Iterator[None]:
+    """User errors become one line and exit code 2; Ctrl-C one line, with its own message, and exit code 130."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        message, code = str(error), 2
+        if package in EXTRAS:
+            message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
+    except (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError) as error:
+        message, code = str(error), 2
+    except KeyboardInterrupt as interrupt:
+        message, code = f"Interrupted. {interrupt}", INTERRUPTED
+    else:
+        return
+    paragraph = message.strip().partition("\n\n")[0]
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
+        typer.echo(f"hf-rfattn: {' '.join(paragraph.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def parse_numbers(option: str, text: str, example: str) -> list[int]:
+    """Positive whole numbers between commas, sorted, each once.
+
+    >>> parse_numbers("--lengths", "512, 128,512", "128,512")
+    [128, 512]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} {text!r} must be whole numbers such as {example}.")
+    return sorted({int(part) for part in parts})
+
+
+def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
+    """What the words between commas stand for, each once, in the order of the choices.
+
+    >>> parse_choices("--passes", "training,forward", {"forward": 1, "training": 2})
+    (1, 2)
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in choices:
+            raise ValueError(f"{option} {word!r} is not possible; choose from {', '.join(choices)}.")
+    return tuple(value for name, value in choices.items() if name in words)
+
+
+@contextmanager
+def progress_bar(doing: str) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, if that is a terminal. Call it with what is being done and, if known, the share that is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+
+        def show(doing: str, share: float | None = None) -> None:
+            bar.update(task, description=doing, completed=share, total=None if share is None else 1.0)
+
+        yield show
+
+
+def typed(context: typer.Context) -> str:
+    """The command as it was typed, without the options for its output: it reproduces a result."""
+    words = [str(context.info_name)]
+    above = context.parent
+    while above is not None and above.parent is not None:
+        words.insert(0, str(above.info_name))
+        above = above.parent
+    for parameter in context.command.params:
+        name, value = str(parameter.name), context.params.get(str(parameter.name))
+        source = context.get_parameter_source(name)
+        if name in ("output", "as_json") or source is None or source.name != "COMMANDLINE":
+            continue
+        if parameter.param_type_name == "argument":
+            words += value if isinstance(value, (list, tuple)) else [str(value)]
+        elif getattr(parameter, "is_flag", False):
+            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+        else:
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                words += [parameter.opts[0], str(each)]
+    return shlex.join(["hf-rfattn", *words])
