@@ -50,7 +50,7 @@ class CommonOptions:
     )
     batch_size: int = described("Examples per step, over all processes.", 32)
     mixed_precision: Literal["no", "bf16", "fp16"] | None = described(
-        "Precision of training and attention transfer. Default: what accelerate's config says."
+        "Precision of training, attention transfer and evaluation. Default: what accelerate's config says."
     )
     seed: int = described("Random seed.", 0)
     save_every: int | None = described("Steps between states that --resume can continue from.")
