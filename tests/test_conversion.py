@@ -157,6 +157,23 @@ def test_it_goes_on_where_it_was(tmp_path):
         convert(lively(tiny_bert()), "hedgehog", batches, checkpoint=tmp_path, **options)
 
 
+def test_rounds_end_when_the_error_no_longer_falls(tmp_path):
+    model, batches = lively(tiny_bert()), make_batches()
+    options = {"measure": batches[0], "steps": 10, "end_to_end": 0.5, "progress": False}
+
+    def learn(rounds, rate, given=batches, **further):
+        learner = copy.deepcopy(model)
+        report = convert(learner, "hedgehog", given, rounds=rounds, learning_rate=rate, **options, **further)
+        return set(report.steps.values()), learnt(learner)
+
+    assert learn(4, 1e-6)[0] == {15}  # the second round changes nothing
+    steps, whole = learn(3, 0.1)  # every round helps
+    assert steps == {20}
+    with pytest.raises(Torn):
+        learn(3, 0.1, torn(batches, 13), checkpoint=tmp_path, save_every=4)
+    assert same(whole, learn(3, 0.1, checkpoint=tmp_path, save_every=4)[1])
+
+
 def test_far_fields_learn_by_themselves():
     model, batches = lively(tiny_bert()), make_batches()
     found = []

@@ -63,6 +63,7 @@ def convert(
     batches: Data,
     *,
     steps: int = 400,
+    rounds: int = 1,
     learning_rate: float = 0.05,
     end_to_end: float = 0.4,
     parts: float = 0.0,
@@ -86,6 +87,8 @@ def convert(
 
     `end_to_end`: fraction of the steps, at the end, in which every layer sees the outputs of the patched layers before
     it and gradients flow through the whole model, so that layers compensate each other's errors. 0 saves memory.
+    `rounds`: how many times these end-to-end steps are repeated at most, each time with warm-up and decay; training
+    stops after a round that reduces the error by less than 3 %.
     `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
     softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
     then left out of training if there are others.
@@ -110,11 +113,13 @@ def convert(
     """
     if measure is not None and not isinstance(measure, Mapping):
         raise ValueError(f"measure must be one batch as a tokenizer returns it, not {type(measure).__name__}.")
-    for name, value in {"steps": steps, "save_every": save_every, "batch_size": batch_size}.items():
+    for name, value in {"steps": steps, "rounds": rounds, "save_every": save_every, "batch_size": batch_size}.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if not 0 <= end_to_end <= 1:
         raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
+    if rounds > 1 and int(end_to_end * steps) == 0:
+        raise ValueError(f"rounds={rounds} repeats end-to-end steps, but end_to_end={end_to_end} leaves none.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None keeps the patch of the model, so {', '.join(patching)} would be ignored.")
@@ -129,25 +134,25 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, learning_rate, end_to_end, parts)
+        transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]
         sums = [float(x.double().sum()) for x in tensors]
         check_alike(seed=seed, settings=transfer.settings, mechanisms=sums, save_every=saved)
         hidden = not progress or process_rank() > 0
-        with transfer.layers_in_float32(), tqdm(total=steps, desc="attention transfer", disable=hidden) as bar:
+        with transfer.layers_in_float32(), tqdm(total=transfer.most, desc="attention transfer", disable=hidden) as bar:
             if state is not None:
                 transfer.load(state, before)
             check_alike(steps_in_the_checkpoint=transfer.step)
             ahead = itertools.islice(data, transfer.step, None)
             started = time.perf_counter() - transfer.seconds
-            while transfer.step < steps:
+            while not transfer.finished():
                 error = transfer.train(next(ahead))
                 transfer.seconds = time.perf_counter() - started
                 bar.set_postfix_str(f"error {error:.3f}", refresh=False)
                 bar.update(transfer.step - bar.n)
-                due = transfer.step % save_every == 0 or transfer.step == steps
+                due = transfer.step % save_every == 0 or transfer.finished()
                 if state is not None and due and process_rank() == 0:
                     transfer.save(state, before)
     except Exception:

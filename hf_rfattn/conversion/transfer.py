@@ -18,6 +18,8 @@ from .processes import sum_over_processes
 
 STATE = "conversion.pt"
 WARMUP = 0.05  # fraction of the steps
+ENOUGH = 0.97  # a round that leaves more than this share of the error of the round before is the last one
+TAIL = 10  # number of steps at the end of a round whose mean error is the error of the round
 END_TO_END_RATE = 0.2  # learning rate of end-to-end steps relative to the others
 
 
@@ -26,9 +28,13 @@ class Transfer:
     train all layers jointly.
     """
 
-    def __init__(self, model: nn.Module, steps: int, learning_rate: float, end_to_end: float, parts: float):
+    def __init__(
+        self, model: nn.Module, steps: int, rounds: int, learning_rate: float, end_to_end: float, parts: float
+    ):
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
         self.apart, self.parts = steps - int(end_to_end * steps), parts
+        self.together = steps - self.apart  # end-to-end steps of a round
+        self.most = self.apart + rounds * self.together
         self.sites = sites = mechanism_sites(model)
         self.names = {mechanism: name for mechanism, name in sites.items() if list(mechanism.parameters())}
         if not self.names:
@@ -39,11 +45,19 @@ class Transfer:
         self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=learning_rate)
         configs = {name: mechanism.config.to_dict() for mechanism, name in self.names.items()}
-        numbers = {"steps": steps, "learning_rate": learning_rate, "end_to_end": end_to_end, "parts": parts}
+        numbers = {
+            "steps": steps,
+            "rounds": rounds,
+            "learning_rate": learning_rate,
+            "end_to_end": end_to_end,
+            "parts": parts,
+        }
         self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
         self.losses: dict[Mechanism, Tensor] = {}  # of the last step
+        self.recent: list[float] = []  # errors of the last steps
+        self.rounds: list[float] = []  # errors of the rounds so far
 
     @contextmanager
     def layers_in_float32(self) -> Iterator[None]:
@@ -73,10 +87,11 @@ class Transfer:
             run_with_softmax(self.model, batch, self._learn, gradients=True)
             rate = self.learning_rate * rate_factor(self.step, self.apart)
         else:
-            if self.step == self.apart:
+            position = (self.step - self.apart) % self.together
+            if position == 0:
                 self.optimizer.state.clear()  # end-to-end gradients have another magnitude
             self._learn_together(batch)
-            rate = END_TO_END_RATE * self.learning_rate * rate_factor(self.step - self.apart, self.steps - self.apart)
+            rate = END_TO_END_RATE * self.learning_rate * rate_factor(position, self.together)
         if not self.losses:
             raise ValueError("The batch reached no trainable layer. Is the attention implementation 'hf_rfattn'?")
         sum_over_processes([p.grad for p in self.parameters if p.grad is not None])
@@ -92,7 +107,17 @@ class Transfer:
                     f"{self.sites[mechanism]}: the loss became {loss} at step {self.step}. Use a lower learning_rate "
                     f"than {self.learning_rate}."
                 )
-        return math.sqrt(losses.mean())
+        error = math.sqrt(losses.mean())
+        self.recent = [*self.recent, error][-min(TAIL, max(1, self.together)) :]
+        if self.step > self.apart and (self.step - self.apart) % self.together == 0:
+            self.rounds.append(sum(self.recent) / len(self.recent))
+        return error
+
+    def finished(self) -> bool:
+        """Whether all steps are done, or the last round has not reduced the error enough."""
+        between_rounds = self.step > self.apart and (self.step - self.apart) % self.together == 0
+        stuck = between_rounds and len(self.rounds) > 1 and self.rounds[-1] > ENOUGH * self.rounds[-2]
+        return self.step == self.most or stuck
 
     def _learn(self, mechanism: Mechanism, args: tuple, masks: dict[str, Any], exact: Tensor, output: Tensor) -> None:
         """Loss and gradients of one layer, computed as soon as it has run, which frees its graph."""
@@ -136,6 +161,8 @@ class Transfer:
             "settings": self.settings,
             "error before training": _rounded(before.overall),
             "step": self.step,
+            "recent": self.recent,
+            "rounds": self.rounds,
             "seconds": self.seconds,
             "parameters": [p.detach() for p in self.parameters],
             "optimizer": self.optimizer.state_dict(),
@@ -162,6 +189,7 @@ class Transfer:
                         "the same model, batches and options, or another checkpoint."
                     )
             self.step, self.seconds = state["step"], state["seconds"]
+            self.recent, self.rounds = state["recent"], state["rounds"]
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.data.copy_(value)
             self.optimizer.load_state_dict(state["optimizer"])

@@ -52,17 +52,27 @@ class HedgehogFeatures(FeatureMap):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Back to the identity."""
-        if self.query_weight.is_meta:
-            return  # nothing to fill: a checkpoint will
-        rows, head_dim = self.query_weight.shape[1:]
-        start = torch.eye(head_dim, device="cpu")  # where draws are made
-        if rows != head_dim:
-            drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*self.seed))[0].float()
-            drawn = F.normalize(drawn, dim=-1)
-            start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
-        for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias)):
-            _fill(weight, start.repeat(len(weight), 1, 1))
-            bias.zero_()
+        start_rows(self.query_weight, self.key_weight, self.seed)
+        if not self.query_bias.is_meta:
+            self.query_bias.zero_()
+            self.key_bias.zero_()
+
+
+@torch.no_grad()
+def start_rows(query_weight: nn.Parameter, key_weight: nn.Parameter, seed: tuple[int, ...]) -> None:
+    """Fill the weights `[heads, rows, D]` of every head with the identity, random orthogonal rows below it where there
+    are more rows than columns, and only random orthogonal rows where there are fewer.
+    """
+    if query_weight.is_meta:
+        return  # nothing to fill: a checkpoint will
+    rows, head_dim = query_weight.shape[1:]
+    start = torch.eye(head_dim, device="cpu")  # where draws are made
+    if rows != head_dim:
+        drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*seed))[0].float()
+        drawn = F.normalize(drawn, dim=-1)
+        start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
+    for weight in (query_weight, key_weight):
+        _fill(weight, start.repeat(len(weight), 1, 1))
 
 
 START_TEMPERATURE = 0.25  # taught from there, features of real heads come closer to softmax than from 1

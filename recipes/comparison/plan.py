@@ -1,7 +1,8 @@
 """Reads the YAML file of a comparison and checks all its runs before the first one starts.
 
 title: ...              title of the report
-variables: {data: null} for `${data}` below; null must be given with --set data=...; `${recipes}` is always defined
+variables: {data: null} for `${data}` below; null must be given with --set data=...; always defined:
+                        `${recipes}`, and `${output}`, the folder of the comparison
 training: {...}         recipe options of all runs
 attention:              rows of the tables, including softmax
   - label: favor+       mechanism: if it differs from the label; options: of the mechanism; training: recipe options
@@ -96,7 +97,9 @@ def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
         variables = {name: given.get(name, default) for name, default in named.items()}
         if missing := [name for name, value in variables.items() if value in (None, "")]:
             raise ValueError(f"needs {' and '.join(f'--set {name}=...' for name in missing)}.")
-        file = expand(file, {**variables, "recipes": str(FOLDER), BEFORE: f"${{{BEFORE}}}"})  # which has a value later
+        file = expand(
+            file, {**variables, "recipes": str(FOLDER), "output": str(output), BEFORE: f"${{{BEFORE}}}"}
+        )  # which has a value later
         runs = [run for i, task in enumerate(file["tasks"]) for run in _runs_of(i, task, file, output)]
         names = [run.name for run in runs]
         if twice := {name for name in names if names.count(name) > 1}:

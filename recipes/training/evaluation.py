@@ -47,7 +47,9 @@ def evaluate(session: Session, task: Task, model: nn.Module, loaders: Mapping[st
             for batch in loader:
                 batch = send_to_device(batch, accelerator.device)
                 inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # no loss is needed
-                predictions = task.predict(model(**inputs), batch)
+                with accelerator.autocast():  # a model that is not prepared yet has no autocast of its own
+                    outputs = model(**inputs)
+                predictions = task.predict(outputs, batch)
                 if group is None:  # drops the examples that were repeated to give every process a full last batch
                     predictions = accelerator.gather_for_metrics(predictions)
                 parts.append({k: v.cpu() for k, v in predictions.items()})

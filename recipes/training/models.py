@@ -49,7 +49,9 @@ def load_model(
     config = read_config("--model", options.model, **changes)
     if pooling := getattr(options, "pooling", None):
         config.classifier_pooling = pooling
-    model = read("--model", auto_class, options.model, config=config, dtype=torch.float32)
+    # a head for another number of labels, as of a model trained on another task, is replaced by a new one
+    replaced = {"ignore_mismatched_sizes": True}
+    model = read("--model", auto_class, options.model, config=config, dtype=torch.float32, **replaced)
     model.config.pad_token_id = tokenizer.pad_token_id  # decoders classify by the last token before padding
     return with_pooling(model)
 

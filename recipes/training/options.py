@@ -51,7 +51,7 @@ class CommonOptions:
     )
     batch_size: int = described("Batch size per optimizer step, over all processes.", 32)
     mixed_precision: Literal["no", "bf16", "fp16"] | None = described(
-        "Precision of training and attention transfer. Default: from the accelerate config."
+        "Precision of training, attention transfer and evaluation. Default: from the accelerate config."
     )
     seed: int = described("Random seed.", 0)
     save_every: int | None = described("Save a checkpoint for --resume every N steps.")

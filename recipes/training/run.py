@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import send_to_device, set_seed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -101,6 +101,10 @@ class Training:
         self.order = TrainingOrder(len(prepared.train), options.batch_size, options.seed, lengths)
         self.steps = options.max_steps or math.ceil(options.epochs * self.order.size / options.batch_size)
         self.teacher = make_teacher(accelerator.device, self.model, options)
+        if self.teacher is not None:  # dropout would be noise in the distance to the teacher
+            for module in self.model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
         self.transfer, self.error = recorded_transfer(options.model), None
         self.attention = attention_of(self.model)
         count = max(1, min(ERROR_EXAMPLES, ERROR_TOKENS // prepared.max_length))
