@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 import typer
-from support.commands import failure, run
+from support.commands import QUICK_OPS, failure, run
 from support.word_tokenizers import TEXT, save_with_tokenizer
 from typer.testing import CliRunner
 
@@ -276,3 +276,12 @@ def test_patch_and_unpatch_refuse(bert, tmp_path):
     assert "already exists" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
     assert "is not patched" in run("unpatch", bert, "-o", tmp_path / "b", code=2)
     assert "no folder" in failure("unpatch", tmp_path / "nowhere", "-o", tmp_path / "b")
+
+
+def test_measurements_as_json(tmp_path):
+    words = ("--lengths", 16, "--passes", "forward", "--directions", "causal", "--attention", "average", *QUICK_OPS)
+    shown = json.loads(run("bench", "ops", *words, "--output", tmp_path, "--json"))
+    assert shown == json.loads((tmp_path / "ops.json").read_text()) and shown["kind"] == "bench ops"
+    assert shown["command"].startswith("hf-rfattn bench ops --lengths 16") and "--json" not in shown["command"]
+    shown = json.loads(run("study", "mrf", "--output", tmp_path, "--json"))
+    assert shown == json.loads((tmp_path / "mrf.json").read_text())

@@ -53,6 +53,9 @@ def convert(
         str | None, typer.Option(help="Extend learned positions to --max-length: tile or interpolate.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 400,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Repeat the last 40 % of the steps up to N times, while the error falls.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 8,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Peak learning rate. [default: that of hf_rfattn.convert]")
@@ -96,15 +99,16 @@ def convert(
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": texts.document(), "join": join,
             "max_length": length, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate,
-            "seed": seed,
+            "rounds": rounds, "seed": seed,
         }  # fmt: skip
         with _state(output, before, settings) as state:
             autocast = torch.autocast(chosen.type, torch.bfloat16) if bf16 else nullcontext()
-            rate: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
+            given: dict[str, Any] = {"learning_rate": learning_rate, "rounds": rounds}
+            given = {name: value for name, value in given.items() if value is not None}
             with autocast:
                 done = transfer(
                     loaded.to(chosen), config, batches, steps=steps, seed=seed, layers=layers, checkpoint=state,
-                    save_every=SAVE_EVERY, **rate,
+                    save_every=SAVE_EVERY, **given,
                 )  # fmt: skip
             if process_rank() > 0:
                 return
