@@ -3,7 +3,7 @@
 # make demo     compare attention mechanisms in a pretrained embedding model on long documents: table, plot, models and cards in demo_out
 # make compare  compare them on real tasks, into compare_out; DATA and MODELS are folders, CONFIG is a file of recipes/compare
 # make bench    measure time and memory of attention, whole models and generation on this machine: tables, plots, bench_out/*.json
-# make readme   generate the tables in README.md, recipes/results/README.md and docs from result files and models
+# make readme   the parts of README.md, recipes/results/README.md and docs that are generated from result files and models
 # make docs     build the documentation site, into site/index.html
 # make dist     build and check sdist and wheel, into dist/
 # make compat   run the tests of the integration with the oldest and the newest supported transformers, in fresh environments

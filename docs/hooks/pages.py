@@ -58,7 +58,9 @@ def _place(path: Path, root: Path) -> str:
 
 
 def _commands(root: Path) -> str:
-    """What `--help` says of every command."""
+    """What `--help` says of every command. typer cuts descriptions in lists short, and does not know of examples."""
     words = ["-m", "typer", "hf_rfattn.cli", "utils", "docs", "--name", "hf-rfattn", "--title", "Command line"]
     text = subprocess.run([sys.executable, *words], cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return re.sub(r"(?m)^(\* `[a-z]+`): .*\.\.\.$", r"\1", text)  # what typer has cut short stands below anyway
+    first = dict(re.findall(r"(?m)^##+ `hf-rfattn (?:\w+ )?(\w+)`\n\n(.+)$", text))
+    text = re.sub(r"(?m)^\* `([a-z]+)`: .*$", lambda found: f"* `{found[1]}`: {first[found[1]]}", text)
+    return re.sub(r"\x08\nExamples?:\n((?:  .*\n?)+)", r"**Example**:\n\n```\n\1```\n", text)
