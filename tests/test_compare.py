@@ -279,7 +279,7 @@ def test_ctrl_c_ends_the_run_at_hand_and_nothing_is_lost(stand_in, monkeypatch, 
 
     monkeypatch.setattr(launch.subprocess, "Popen", Interrupted)
     assert stand_in(told={"sst2_favor+_seed_0": "hang"}) == 130
-    assert "Interrupted. The same command continues from here." in capsys.readouterr().err
+    assert "Interrupted. Run the same command again to resume." in capsys.readouterr().err
     assert started[0].poll() is not None  # and not left behind
     assert (stand_in.output / "results/sst2_softmax_seed_0.json").exists()
 
