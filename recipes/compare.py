@@ -1,6 +1,6 @@
 """Compare kinds of attention × tasks × seeds from one YAML file: scores, speed and memory.
 
-    python recipes/compare.py recipes/compare/transfer.yaml --set data=DIR --set models=DIR --output compare_out
+    python recipes/compare.py recipes/compare/accuracy.yaml --set data=DIR --output compare_out
 
 Runs that have a result are not repeated, so the same command continues after an interruption. `comparison/plan.py`
 explains the file. The report is made from OUTPUT/results alone.
@@ -27,17 +27,23 @@ from hf_rfattn.hub.scores import overview
 from hf_rfattn.results import RESULTS, number, print_blocks, read_results, write_result
 
 
-@script("The same command continues from here.")
+@script("Run the same command again to resume.")
 def main(
-    config: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="What to compare.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="FILE.yaml", help="Plan of the comparison, such as recipes/compare/transfer.yaml.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A variable of the file.")
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Value of a variable in the file.")
     ] = None,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Only write the report again.")] = False,
-    redo: Annotated[bool, typer.Option("--redo", help="Repeat runs whose result was made with other options.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Only rewrite the report from the results.")
+    ] = False,
+    redo: Annotated[
+        bool, typer.Option("--redo", help="Repeat runs whose results were made with other options.")
+    ] = False,
 ) -> None:
-    """Run a recipe with each kind of attention, and report scores, speed and memory."""
+    """Compare attention mechanisms on tasks: scores, speed and memory."""
     console, failed = Console(highlight=False), []
     if not report_only:
         plan = read_plan(config, output.resolve(), dict(each.partition("=")[::2] for each in assignments or []))

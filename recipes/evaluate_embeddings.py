@@ -57,35 +57,35 @@ QUERIES_AT_ONCE = 256  # whose scores with all documents are held in memory
 @dataclass(kw_only=True)
 class EmbeddingOptions(CommonOptions):
     task: Literal["retrieval", "stsb"] = described(
-        "Retrieval: --data is SQuAD or a folder in BEIR layout. Or STS-B, the Spearman correlation of cosines.",
+        "retrieval (--data: SQuAD, or a folder in BEIR format) or stsb (Spearman correlation of cosine similarities).",
         "retrieval",
     )
-    split: str | None = described("Which split to evaluate on. Default: test in BEIR layout, else validation.")
+    split: str | None = described("Split to evaluate on. Default: test for BEIR, otherwise validation.")
     document_tokens: int | None = described(
-        "SQuAD: join consecutive paragraphs of an article to documents of so many tokens. Default: --max-length."
+        "SQuAD: join paragraphs of an article into documents of this many tokens. Default: --max-length."
     )
-    max_documents: int | None = described("Number of documents, the same for every seed.")
-    max_queries: int | None = described("Number of queries, the same for every seed.")
-    max_samples: int | None = described("STS-B: number of pairs, the same for every seed.")
+    max_documents: int | None = described("Maximum number of documents; the same ones for every seed.")
+    max_queries: int | None = described("Maximum number of queries; the same ones for every seed.")
+    max_samples: int | None = described("STS-B: maximum number of pairs; the same ones for every seed.")
     pooling: Literal["mean", "cls", "max", "lasttoken"] | None = described(
-        "For models without the files of sentence-transformers: how to pool tokens. Default: mean."
+        "Pooling, for models without a sentence-transformers config. Default: mean."
     )
-    normalize: bool = described(
-        "For models without the files of sentence-transformers: compare by cosine, not by dot product.", True
-    )
-    query_prefix: str | None = described("Text in front of queries. Default: what the model's own files say.")
-    document_prefix: str | None = described("Text in front of documents. Default: likewise.")
+    normalize: bool = described("Normalize embeddings, for models without a sentence-transformers config.", True)
+    query_prefix: str | None = described("Prefix of queries. Default: from the config of the model.")
+    document_prefix: str | None = described("Prefix of documents. Default: from the config of the model.")
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
-    batch_size: int = described("Texts per step of attention transfer, over all processes.", 4)
-    eval_batch_size: int = described("Texts that a process encodes at once.", 32)
-    transfer_steps: int = described("Steps of attention transfer on the texts before evaluation, without labels.", 0)
+    batch_size: int = described("Batch size of attention transfer, over all processes.", 4)
+    eval_batch_size: int = described("Batch size per process for encoding.", 32)
+    transfer_steps: int = described(
+        "Number of attention transfer steps on the texts, before evaluation; no labels are used.", 0
+    )
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.max_length = self.max_length or self.document_tokens
         if self.task == "stsb" and (self.document_tokens or self.max_documents or self.max_queries):
-            raise ValueError("--document-tokens, --max-documents and --max-queries are for retrieval.")
+            raise ValueError("--document-tokens, --max-documents and --max-queries need --task retrieval.")
 
 
 def evaluate(session: Session) -> None:
@@ -196,7 +196,9 @@ def load_encoder(options: EmbeddingOptions, device: torch.device) -> Any:
     read_config("--model", options.model)
     if is_sentence_transformer_model(name):
         if options.pooling is not None:
-            raise ValueError(f"--pooling: {name} says in its own files how it pools; leave the option out.")
+            raise ValueError(
+                f"--pooling: {name} has a sentence-transformers config, which sets its pooling. Leave the option out."
+            )
         encoder = SentenceTransformer(name, device=str(device), model_kwargs=weights)
     else:
         body = Transformer(name, model_kwargs=weights)
@@ -215,7 +217,9 @@ def model_inside(encoder: Any) -> PreTrainedModel:
     """The transformers model of a SentenceTransformer."""
     models = [module for module in encoder.modules() if isinstance(module, PreTrainedModel)]
     if not models:
-        raise ValueError("This SentenceTransformer holds no transformers model, which this recipe measures.")
+        raise ValueError(
+            "This SentenceTransformer contains no transformers model, so there is no attention to replace."
+        )
     return models[0]
 
 

@@ -47,35 +47,39 @@ MEASURED_ON = 2  # blocks on which errors of attention transfer are measured
 @dataclass(kw_only=True)
 class EvaluateOptions(CommonOptions):
     attention: str | None = described(
-        "'softmax' or mechanisms, several with commas, each with options if need be: 'softmax,fmm bandwidth=256,band'. "
-        "By default the model stays as it is."
+        "softmax or mechanisms, separated by commas, with options: 'softmax,fmm bandwidth=256,band'. Default: leave "
+        "the model as it is."
     )
-    dtype: Literal["float32", "bfloat16"] = described("Of weights and activations.", "float32")
+    dtype: Literal["float32", "bfloat16"] = described("Dtype of weights and activations.", "float32")
     lengths: list[int] = field(
         default_factory=lambda: [512, 1024, 2048], metadata={"help": "Context lengths in tokens."}
     )
-    data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
-    text_column: str = described("Column of the text.", "text")
-    split: str = described("The split to evaluate on.", "test")
-    max_tokens: int | None = described("Evaluate on so many tokens, from the beginning; 0 measures speed alone.")
-    new_tokens: int = described("Tokens to generate at the end of each context, for their time.", 16)
-    repetitions: int = described("Timed prefills of each context, after one that is not counted; 0: no speed.", 3)
+    data_config: str = described("Configuration of WikiText on the Hub.", "wikitext-2-raw-v1")
+    text_column: str = described("Column with the text.", "text")
+    split: str = described("Split to evaluate on.", "test")
+    max_tokens: int | None = described("Maximum number of tokens to evaluate on; 0 measures speed only.")
+    new_tokens: int = described("Number of tokens to generate and time after each context.", 16)
+    repetitions: int = described("Number of timed repetitions, after a warm-up; 0 skips speed.", 3)
 
-    transfer_steps: int = described("Also measure after so many steps of attention transfer.", 0)
-    transfer_split: str = described("The split to learn from.", "train")
-    transfer_length: int | None = described("Length of the blocks to learn from. Default: the smallest of --lengths.")
+    transfer_steps: int = described("Number of attention transfer steps; measures before and after.", 0)
+    transfer_split: str = described("Split for attention transfer.", "train")
+    transfer_length: int | None = described(
+        "Sequence length of attention transfer. Default: the smallest of --lengths."
+    )
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
-    batch_size: int = described("Blocks per step of attention transfer.", 4)
+    batch_size: int = described("Batch size of attention transfer.", 4)
 
     def __post_init__(self) -> None:
         self.lengths = sorted(set(self.lengths))
         super().__post_init__()
         if self.save_every:
-            raise ValueError("This recipe saves no states: leave out --save-every.")
+            raise ValueError("--save-every: this recipe cannot resume; leave the option out.")
         if not self.lengths or self.lengths[0] <= self.new_tokens + 1:
-            raise ValueError(f"--lengths must be above --new-tokens {self.new_tokens} + 1.")
+            raise ValueError(
+                f"--lengths {self.lengths}: all must be larger than {self.new_tokens + 1}, which is --new-tokens + 1."
+            )
         if self.max_length not in (None, self.lengths[-1]):
-            raise ValueError("--max-length is the largest of --lengths; leave it out.")
+            raise ValueError("--max-length is set by the largest of --lengths; leave it out.")
         self.max_length = self.lengths[-1]
         self.kinds()  # raises if one is unknown
 
@@ -86,7 +90,9 @@ class EvaluateOptions(CommonOptions):
         words = {kind: kind.split() or [""] for kind in self.attention.split(",")}
         mechanisms = [name for name, *_ in words.values() if name != SOFTMAX]
         if (self.attention_options or self.layers) and len(mechanisms) != 1:
-            raise ValueError("--attention-options and --layers need exactly one mechanism in --attention.")
+            raise ValueError(
+                "--attention-options and --layers work with one mechanism only; write options after its name."
+            )
         return {
             kind: None if name == SOFTMAX else hf_rfattn.parse_attention(name, [*given, *self.attention_options])
             for kind, (name, *given) in words.items()
@@ -96,7 +102,7 @@ class EvaluateOptions(CommonOptions):
 def evaluate(session: Session) -> None:
     options = session.options
     if session.accelerator.num_processes > 1:
-        raise ValueError("evaluate_lm.py measures speed and runs in one process; start it with python.")
+        raise ValueError("evaluate_lm.py measures speed, so it runs in one process only; start it with python.")
     tokenizer = load_tokenizer(options)
     model = read("--model", AutoModelForCausalLM, options.model, dtype=getattr(torch, options.dtype))
     model.to(session.accelerator.device).eval()
@@ -107,7 +113,9 @@ def evaluate(session: Session) -> None:
     stream = tokens_of(texts[options.split], tokenizer)
     tokens = stream[: options.max_tokens]
     if len(stream if options.max_tokens == 0 else tokens) < options.lengths[-1]:
-        raise ValueError(f"{len(tokens)} tokens to evaluate on are less than a context of {options.lengths[-1]}.")
+        raise ValueError(
+            f"The text has {len(tokens)} tokens, less than the longest of --lengths ({options.lengths[-1]})."
+        )
     train, few = None, {}
     if options.transfer_steps:  # the last blocks are kept for the errors that are reported
         learnt, collate = tokens_of(texts[options.transfer_split], tokenizer), Collator(tokenizer)
@@ -115,8 +123,8 @@ def evaluate(session: Session) -> None:
         count = len(blocks) - MEASURED_ON
         if count < options.batch_size:
             raise ValueError(
-                f"The text to learn from has {len(blocks)} block(s); --batch-size {options.batch_size} and "
-                f"{MEASURED_ON} to measure on are needed. Give a smaller --batch-size or --transfer-length."
+                f"The text for attention transfer has {len(blocks)} block(s); --batch-size {options.batch_size} and "
+                f"{MEASURED_ON} to measure errors on are needed. Give a smaller --batch-size or --transfer-length."
             )
         train, few = blocks.select(range(count)), model_inputs(blocks, collate, list(range(count, len(blocks))))
     session.open_output()

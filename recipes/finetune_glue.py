@@ -30,7 +30,7 @@ TASKS = {
 @dataclass(kw_only=True)
 class GlueOptions(ClassificationOptions):
     task: Literal["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"] = described(
-        "Which of the nine tasks.", "sst2"
+        "GLUE task to fine-tune on.", "sst2"
     )
 
 

@@ -26,16 +26,18 @@ USUAL_LENGTH = 512
 
 @dataclass(kw_only=True)
 class LanguageOptions(RunOptions):
-    from_scratch: bool = described("Begin with random weights, in the shape that the config of --model has.", False)
-    data_config: str = described("Which WikiText on the Hub.", "wikitext-2-raw-v1")
+    from_scratch: bool = described("Start from random weights, with the config of --model.", False)
+    data_config: str = described("Configuration of WikiText on the Hub.", "wikitext-2-raw-v1")
     eval_batch_size: int = described(
-        "Windows a process evaluates at once; logits of a large vocabulary fill memory.", 8
+        "Batch size per process for evaluation; the logits of large vocabularies need memory.", 8
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group_by_length:
-            raise ValueError("--group-by-length has no meaning here: all blocks are of one length.")
+            raise ValueError(
+                "--group-by-length has no effect here, since all blocks have the same length; leave it out."
+            )
         if self.from_scratch and self.model and not self.model_name:
             self.model_name = f"{name_of(self.model)} from scratch"
 

@@ -37,8 +37,8 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(kw_only=True)
 class SquadOptions(RunOptions):
-    version: Literal["1.1", "2"] = described("Of SQuAD; in version 2 some questions have no answer.", "1.1")
-    stride: int = described("Tokens that neighbouring windows of a long context share.", 128)
+    version: Literal["1.1", "2"] = described("SQuAD version; in version 2 some questions have no answer.", "1.1")
+    stride: int = described("Number of tokens by which windows of a long context overlap.", 128)
 
 
 class SquadTask(Task):

@@ -26,26 +26,28 @@ HELD_OUT = 0.1  # of a single file
 
 @dataclass(kw_only=True)
 class TextOptions(ClassificationOptions):
-    data_config: str | None = described("Which of several sets of that name on the Hub.")
-    text_column: str = described("Column of the text.", "text")
-    text_pair_column: str | None = described("Column of a second text, if examples are pairs.")
-    label_column: str = described("Column of the label: names, whole numbers, or scores.", "label")
+    data_config: str | None = described("Configuration of the dataset on the Hub.")
+    text_column: str = described("Column with the text.", "text")
+    text_pair_column: str | None = described("Column with the second text of pairs.")
+    label_column: str = described("Column with the label: a class name, a whole number or a score.", "label")
     problem: Literal["classification", "regression"] | None = described(
-        "What to predict. Default: regression if the labels are floating-point numbers, else classification."
+        "Type of task. Default: regression if the labels are floating-point numbers, otherwise classification."
     )
     eval_share: float | None = described(
-        "Share of the training examples to hold out for evaluation, where there is no split for it. "
+        "Fraction of the training examples to hold out for evaluation if there is no evaluation split. "
         f"Default: {HELD_OUT} if --data is a single file."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data is None:
-            raise ValueError("--data is missing: a CSV, JSON lines or parquet file, a folder of them, or a Hub name.")
+            raise ValueError(
+                "--data is missing. Give a CSV, JSON lines or parquet file, a folder of them, or a dataset on the Hub."
+            )
         if self.eval_share is None and Path(self.data).expanduser().is_file():
             self.eval_share = HELD_OUT
         if self.eval_share is not None and not 0 < self.eval_share < 1:
-            raise ValueError(f"--eval-share is a share, above 0 and below 1, not {self.eval_share}.")
+            raise ValueError(f"--eval-share must be between 0 and 1, not {self.eval_share}.")
         if self.eval_share is not None and self.eval_split is not None:
             raise ValueError("--eval-split and --eval-share both choose the evaluation examples; give one of them.")
 

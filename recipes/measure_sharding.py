@@ -121,9 +121,9 @@ def report(document: dict[str, Any], name: str) -> Iterator[Block]:
 
 if __name__ == "__main__":
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144], help="Tokens of a sequence.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 65536, 262144], help="Sequence lengths.")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="Numbers of processes.")
     parser.add_argument("--attention", nargs="+", default=["favor+", "fmm"], help="Mechanisms.")
-    parser.add_argument("--output", type=Path, default=Path("sharding.json"), help="Where the result is written.")
+    parser.add_argument("--output", type=Path, default=Path("sharding.json"), help="File for the result.")
     given = parser.parse_args()
     run(given.lengths, given.processes, given.attention, given.output)

@@ -19,16 +19,16 @@ BATCH = 100
 
 @script()
 def main(
-    model: Annotated[str, typer.Option(help="A causal model's folder, or its name on the Hub.")],
+    model: Annotated[str, typer.Option(help="Folder of a causal language model, or its name on the Hub.")],
     output: Annotated[Path, typer.Option(help="Folder for train.jsonl and validation.jsonl.")],
-    train: Annotated[int, typer.Option(min=1, help="Texts to train on.")] = 500,
-    validation: Annotated[int, typer.Option(min=1, help="Texts to evaluate on.")] = 100,
-    length: Annotated[int, typer.Option(min=2, help="Longest text in tokens.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    train: Annotated[int, typer.Option(min=1, help="Number of training texts.")] = 500,
+    validation: Annotated[int, typer.Option(min=1, help="Number of evaluation texts.")] = 100,
+    length: Annotated[int, typer.Option(min=2, help="Maximum length of a text in tokens.")] = 256,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Texts sampled from a model at temperature 1, from nothing but its first token."""
+    """Sample texts from a language model at temperature 1, starting from its first token."""
     if output.exists() and any(output.iterdir()):
-        raise typer.BadParameter(f"{output} holds files already.", param_hint="--output")
+        raise typer.BadParameter(f"{output} is not empty; choose another folder.", param_hint="--output")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if tokenizer.bos_token_id is None:
         raise typer.BadParameter(f"The tokenizer of {model} has no first token to begin with.", param_hint="--model")

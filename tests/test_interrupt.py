@@ -122,7 +122,7 @@ def test_a_recipe(bert, tmp_path, when):
     if when == "loading":
         assert last == "finetune_snli.py: Interrupted." and not (tmp_path / "out").exists()
     else:
-        assert last.startswith("finetune_snli.py: Interrupted. The same command with --resume continues")
+        assert last.startswith("finetune_snli.py: Interrupted. Run the same command with --resume")
 
 
 def memory_map(pid):

@@ -61,14 +61,14 @@ def test_what_data_means():
     assert find_source(None, "nyu-mll/glue", "rte", None).hub_name == "nyu-mll/glue"
     other = find_source("me/mine", "nyu-mll/glue", "rte", "called so")
     assert (other.hub_name, other.config, other.name) == ("me/mine", "rte", "called so")
-    with pytest.raises(ValueError, match="neither a folder or file, nor a name on the Hub"):
+    with pytest.raises(ValueError, match="is not a folder or file, nor a name on the Hub"):
         find_source("./nowhere", "nyu-mll/glue", "rte", None)
     with pytest.raises(ValueError, match="me/mine, split 'train', cannot be read"):
         find_source("me/mine", "a/b", None, None).load("train", ["label"])
 
 
 def test_cells_are_checked():
-    with pytest.raises(ValueError, match=r"example 3 has 3 in the column 'label', not below 3 \(2 such rows"):
+    with pytest.raises(ValueError, match=r"example 3 has 3 in the column 'label', not below 3 \(2 rows in total"):
         check_cells(Dataset.from_dict({"label": [0, 1, 2, 3, 3]}), "label", range(3).__contains__, "below 3")
 
 

@@ -108,7 +108,7 @@ def test_beir_layout(beir):
     assert len(some.documents) == 5 and len(some.queries) == 3
     assert all(set(gains) <= set(some.documents) for gains in some.relevant.values())
     assert some == data.subset(5, 3)
-    with pytest.raises(ValueError, match="No query is about one of these 1 documents"):
+    with pytest.raises(ValueError, match="None of the queries has a relevant document among these 1"):
         Retrieval({"a": "x", "b": "y"}, {"q": "x"}, {"q": {"c": 1.0}}).subset(1, None)
 
 
@@ -135,14 +135,14 @@ def test_retrieval_and_what_is_saved(bert, beir, tmp_path, capsys):
     assert values(evaluate(str(tmp_path / "prompted"), tmp_path / "third", data=beir)) == values(patched)
     with pytest.raises(SystemExit):
         evaluate(folder, tmp_path / "fourth", data=beir, pooling="cls")
-    assert "says in its own files how it pools" in capsys.readouterr().err
+    assert "which sets its pooling" in capsys.readouterr().err
 
 
 def test_longer_documents_need_more_positions(bert, tmp_path, capsys):
     fields = {"data": sample.folder("squad"), "document_tokens": 100, "max_documents": 8, "max_queries": 20}
     with pytest.raises(SystemExit):
         evaluate(bert, tmp_path / "short", attention="softmax", **fields)
-    assert "--max-length 100 is more than the 64 positions" in capsys.readouterr().err
+    assert "--max-length 100 exceeds the 64 positions" in capsys.readouterr().err
     result = evaluate(bert, tmp_path / "long", attention="fmm", extend_positions="tile", **fields)
     assert result["task"] == "squad retrieval" and 64 < result["tokens_per_text"] <= 100
 
@@ -167,7 +167,7 @@ def test_stsb_by_several_processes(bert, tmp_path):
     ("fields", "message"),
     [
         ({"attention": "softmax", "transfer_steps": 3}, "--transfer-steps belongs to a mechanism"),
-        ({"task": "stsb", "max_documents": 3}, "are for retrieval"),
+        ({"task": "stsb", "max_documents": 3}, "need --task retrieval"),
         ({"max_queries": 0}, "--max-queries must be above 0"),
         ({"layers": "0"}, "belongs to a mechanism"),
     ],

@@ -34,23 +34,23 @@ def refused(capsys, recipe, output, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_length": 65}, "--max-length 65 is more than the 64 positions of this model. Choose at most 64, or "
-         "lengthen its position table with --extend-positions tile"),
+        ({"max_length": 65}, "--max-length 65 exceeds the 64 positions of this model. Choose at most 64, or "
+         "extend the position table with --extend-positions tile"),
         ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
         ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
         ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be an integer"),
         ({"attention": "favor+", "layers": "0-7"}, "This model has no layer 2; its layers are 0-1"),
-        ({"attention": "linear", "mechanism_learning_rate": 1.0}, "no parameters of its own"),
-        ({"attention": "linear", "transfer_steps": 3}, "no parameters to teach"),
+        ({"attention": "linear", "mechanism_learning_rate": 1.0}, "has no parameters"),
+        ({"attention": "linear", "transfer_steps": 3}, "has no parameters to train"),
         ({"attention": "hedgehog", "distill": "self"}, "has no head for this task"),
-        ({"model": "./nowhere"}, "--model: './nowhere' cannot be read"),
+        ({"model": "./nowhere"}, "--model: './nowhere' cannot be loaded"),
         ({"model": None}, "--model is missing"),
-        ({"tokenizer": "./nowhere"}, "--tokenizer: './nowhere' cannot be read"),
-        ({"data": "./nowhere"}, "neither a folder or file, nor a name on the Hub"),
-        ({"eval_split": "dev"}, "split 'dev', cannot be read: there is no file for it, such as dev.parquet"),
+        ({"tokenizer": "./nowhere"}, "--tokenizer: './nowhere' cannot be loaded"),
+        ({"data": "./nowhere"}, "is not a folder or file, nor a name on the Hub"),
+        ({"eval_split": "dev"}, "split 'dev', cannot be read: there is no file for this split, such as dev.parquet"),
         ({"accumulate": 3}, "--batch-size 8 cannot be shared by 1 processes in 3 passes"),
         ({"mixed_precision": "fp16"}, "--mixed-precision fp16 needs a GPU"),
-        ({"report_to": "wandb"}, "--report-to wandb: it is not installed"),
+        ({"report_to": "wandb"}, "--report-to wandb: the package is not installed"),
     ],
 )  # fmt: skip
 def test_told_before_training(bert, tmp_path, capsys, monkeypatch, fields, message):
@@ -83,7 +83,7 @@ def test_empty_cells(bert, tmp_path, capsys, recipe, columns, text):
         (tmp_path / f"{split}.csv").write_text("\n".join([columns, whole, whole, text, whole, text]) + "\n")
     column = columns.split(",")[1]
     said = refused(capsys, recipe, tmp_path / "out", **{**QUICK, "model": bert, "data": str(tmp_path)})
-    assert f"example 2 has None in the column {column!r}, not a text (2 such rows in all)" in said
+    assert f"example 2 has None in the column {column!r}, not a text (2 rows in total)" in said
     numbers = "\n".join([columns, *["7,7,1"] * 4]) if recipe is SNLI else "\n".join([columns, *["1,2"] * 4])
     (tmp_path / "train.csv").write_text(numbers + "\n")
     said = refused(capsys, recipe, tmp_path / "out", **{**QUICK, "model": bert, "data": str(tmp_path)})
@@ -114,7 +114,7 @@ def test_the_command_line(tmp_path):
     done = run_apart("finetune_snli.py", "--modle", "x", check=False)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.strip() == (
-        "finetune_snli.py: Unknown option '--modle' (did you mean '--model'?). --help explains every option."
+        "finetune_snli.py: Unknown option '--modle' (did you mean '--model'?). --help describes all options."
     )
 
 

@@ -105,7 +105,7 @@ def test_perplexity_is_that_of_the_model(gpt2, texts, tmp_path):
 def test_beyond_the_positions_of_the_model(gpt2, texts, tmp_path, capsys):
     with pytest.raises(SystemExit):
         measure(gpt2, texts, tmp_path / "out", lengths=[80])
-    assert "--max-length 80 is more than the 64 positions" in capsys.readouterr().err
+    assert "--max-length 80 exceeds the 64 positions" in capsys.readouterr().err
     result = measure(gpt2, texts, tmp_path / "out", lengths=[64, 80], extend_positions="tile")
     assert [cell["length"] for cell in result["cells"]] == [64, 80]
 
@@ -130,11 +130,11 @@ def test_told_at_once(gpt2, texts, tmp_path, capsys, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lengths": [8]}, "must be above --new-tokens 16"),
+        ({"lengths": [8]}, "all must be larger than 17"),
         ({"attention": "softmax,favour"}, "Unknown attention 'favour'"),
         ({"max_length": 100}, "largest of --lengths"),
-        ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "exactly one mechanism"),
-        ({"save_every": 2}, "saves no states"),
+        ({"attention": "fmm,band", "attention_options": ["bandwidth=4"]}, "one mechanism only"),
+        ({"save_every": 2}, "this recipe cannot resume"),
     ],
 )
 def test_options(fields, message):

@@ -32,7 +32,7 @@ def test_folders_of_others_are_refused(bert, tmp_path, capsys, how):
         shutil.copytree(bert, tmp_path / name)
     before = listing(tmp_path)
     said = refused(capsys, model=str(tmp_path / "model"), output=str(tmp_path), **how)
-    assert f"--model {tmp_path / 'model'} lies inside --output" in said
+    assert f"--model {tmp_path / 'model'} is inside --output" in said
     assert "is not empty and was not written by a recipe" in refused(capsys, model=bert, output=str(tmp_path), **how)
     assert listing(tmp_path) == before
 
@@ -47,7 +47,7 @@ def test_inputs_inside_a_finished_run(bert, tmp_path, capsys):
         {"model": str(tmp_path / "link")},
         {"model": bert, "tokenizer": str(tmp_path / "out" / "model")},
     ):
-        assert "lies inside --output" in refused(capsys, output=str(tmp_path / "out"), overwrite=True, **fields)
+        assert "is inside --output" in refused(capsys, output=str(tmp_path / "out"), overwrite=True, **fields)
     assert listing(tmp_path / "out") == before
     again = run_here(*SNLI, model=bert, output=str(tmp_path / "out"), overwrite=True, **QUICK)
     assert again["attention"] == "softmax"

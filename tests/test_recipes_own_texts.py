@@ -103,7 +103,7 @@ def test_texts_longer_than_the_model(bert, tmp_path, capsys, method):
     """The bert of the tests has 64 positions."""
     write(tmp_path / "long.csv", [{**row, "review": " ".join([row["review"]] * 20)} for row in rows_with(str)])
     said = refused(bert, tmp_path / "long.csv", tmp_path / "out", capsys, max_length=100)
-    assert "--max-length 100 is more than the 64 positions" in said and "--extend-positions tile" in said
+    assert "--max-length 100 exceeds the 64 positions" in said and "--extend-positions tile" in said
     result = run(bert, tmp_path / "long.csv", tmp_path / "out", max_length=100, extend_positions=method)
     assert result["budget"]["max_length"] == 100
     folder = tmp_path / "out" / "model"
@@ -158,7 +158,7 @@ def test_classes_that_only_evaluation_has(bert, tmp_path, capsys):
 def test_options():
     with pytest.raises(ValueError, match="--data is missing"):
         finetune_text.TextOptions(model="m")
-    with pytest.raises(ValueError, match="above 0 and below 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         finetune_text.TextOptions(model="m", data="d", eval_share=1.0)
     with pytest.raises(ValueError, match="give one of them"):
         finetune_text.TextOptions(model="m", data="d", eval_share=0.5, eval_split="test")

@@ -24,5 +24,5 @@ def test_a_model_writes_its_own_text(tmp_path):
         assert [len(texts) for texts in found[name]] == [3, 2]
         assert any(len(text.split()) > 3 for texts in found[name] for text in texts)
     assert found["first"] == found["again"] != found["other"]
-    with pytest.raises(typer.BadParameter, match="holds files already"):
+    with pytest.raises(typer.BadParameter, match="is not empty"):
         write_text.main(model, tmp_path / "first", train=1, validation=1, length=4, seed=0)

@@ -53,6 +53,9 @@ def convert(
         str | None, typer.Option(help="Extend learned positions to --max-length: tile or interpolate.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 400,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Repeat the last steps up to this many times, while the error falls.")
+    ] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 8,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Peak learning rate. [default: that of hf_rfattn.convert]")
@@ -95,16 +98,16 @@ def convert(
         batches = _batches(texts, tokenizer, length, (steps + 1) * batch_size if join else None, batch_size, seed)
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": texts.document(), "join": join,
-            "max_length": length, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate,
-            "seed": seed,
+            "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
+            "learning_rate": learning_rate, "seed": seed,
         }  # fmt: skip
         with _state(output, before, settings) as state:
             autocast = torch.autocast(chosen.type, torch.bfloat16) if bf16 else nullcontext()
             rate: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
             with autocast:
                 done = transfer(
-                    loaded.to(chosen), config, batches, steps=steps, seed=seed, layers=layers, checkpoint=state,
-                    save_every=SAVE_EVERY, **rate,
+                    loaded.to(chosen), config, batches, steps=steps, rounds=rounds, seed=seed, layers=layers,
+                    checkpoint=state, save_every=SAVE_EVERY, **rate,
                 )  # fmt: skip
             if process_rank() > 0:
                 return

@@ -118,11 +118,6 @@ def convert(
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if not 0 <= end_to_end <= 1:
         raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
-    if rounds > 1 and int(end_to_end * steps) == 0:
-        raise ValueError(
-            f"rounds={rounds} repeats end-to-end steps, but end_to_end={end_to_end} of {steps} steps is none; increase "
-            "end_to_end or leave rounds out."
-        )
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None keeps the patch of the model, so {', '.join(patching)} would be ignored.")

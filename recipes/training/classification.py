@@ -64,14 +64,14 @@ class TextTask:
 @dataclass(kw_only=True)
 class ClassificationOptions(RunOptions):
     pooling: Literal["cls", "mean", "model"] | None = described(
-        "What the head of a BERT-like encoder reads: the first token, the mean of all tokens, or its own pooler "
-        "(untrained in embedding models). Default: as the model was trained."
+        "Input of the classification head of a BERT-like encoder: first token (cls), mean of all tokens, or the pooler "
+        "of the model, which embedding models have not trained. Default: as the model was trained."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pooling == "mean" and self.sequence_parallel > 1:
-            raise ValueError("--pooling mean needs whole sequences; leave out --sequence-parallel.")
+            raise ValueError("--pooling mean does not work with --sequence-parallel; choose --pooling cls or model.")
 
 
 class ClassificationTask(Task):

@@ -33,15 +33,15 @@ class Source:
                 files = [self.folder] if single else self.folder.glob(f"{split}[.-]*")
                 paths = sorted(str(path) for path in files if path.suffix in FORMATS)
                 if not paths:
-                    raise ValueError(f"there is no file for it, such as {split}.parquet.")
+                    raise ValueError(f"there is no file for this split, such as {split}.parquet.")
                 found = datasets.load_dataset(FORMATS[Path(paths[0]).suffix], data_files={split: paths}, split=split)
         except Exception as error:  # readers raise errors of many kinds; all mean the same to the user
             reason = " ".join(str(error.__cause__ or error).split())[:300]
-            raise ValueError(f"{self.name}, split {split!r}, cannot be read: {reason}") from error
+            raise ValueError(f"--data: {self.name}, split {split!r}, cannot be read: {reason}") from error
         missing = [column for column in columns if column not in found.column_names]
         if missing or not len(found):
             what = f"no column {missing[0]!r}; it has {', '.join(found.column_names)}" if missing else "no rows"
-            raise ValueError(f"{self.name}, split {split!r}, has {what}. Needed: {', '.join(columns)}.")
+            raise ValueError(f"--data: {self.name}, split {split!r}, has {what}. Needed: {', '.join(columns)}.")
         return found.select_columns(list(columns))
 
     def document(self, split: str, examples: Mapping[str, Dataset]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def find_source(data: str | None, hub_name: str, config: str | None, name: str |
         own = folder.stem if folder.is_file() else folder.resolve().name
         return Source(name or own, hub_name, None, folder)
     if data.startswith((".", "/", "~")) or data.count("/") != 1:
-        raise ValueError(f"--data {data!r} is neither a folder or file, nor a name on the Hub (as in {hub_name}).")
+        raise ValueError(f"--data {data!r} is not a folder or file, nor a name on the Hub such as {hub_name}.")
     return Source(name or data, data, config)
 
 
@@ -75,7 +75,7 @@ def check_cells(examples: Dataset, column: str, fine: Callable[[Any], bool], wha
     if wrong:
         raise ValueError(
             f"Split {examples.split}: example {wrong[0]} has {examples[wrong[0]][column]!r} in the column {column!r}, "
-            f"not {what} ({len(wrong)} such rows in all)."
+            f"not {what} ({len(wrong)} rows in total). Correct or remove them."
         )
 
 

@@ -39,7 +39,10 @@ def split_blocks(tokens: np.ndarray, length: int) -> Dataset:
     """For training: blocks of one length. The rest at the end, shorter than a block, is left out."""
     count = len(tokens) // length
     if count == 0:
-        raise ValueError(f"The training text has {len(tokens)} tokens, which is less than one block of {length}.")
+        raise ValueError(
+            f"The training text has {len(tokens)} tokens, less than one block of {length}. Give more text, or a "
+            "smaller --max-length."
+        )
     blocks = tokens[: count * length].reshape(count, length)
     return Dataset.from_dict({"input_ids": list(blocks), "labels": list(blocks)})
 
@@ -51,7 +54,7 @@ def split_windows(tokens: np.ndarray, length: int) -> Dataset:
     [[0, 1, 2], [2, 3, 4], [4, 5]]
     """
     if len(tokens) < 2:
-        raise ValueError("The text to evaluate on has fewer than two tokens.")
+        raise ValueError("The evaluation text has fewer than two tokens. Give more text.")
     windows = [tokens[start : start + length] for start in range(0, len(tokens) - 1, length - 1)]
     masks = [np.ones_like(window) for window in windows]
     return Dataset.from_dict({"input_ids": windows, "attention_mask": masks, "labels": windows})

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,12 +16,12 @@ from .options import CommonOptions
 def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
     """`from_pretrained`, with an error of one line that names the option."""
     if name is None:
-        raise ValueError(f"{option} is missing: a model's folder, or its name on the Hub.")
+        raise ValueError(f"{option} is missing. Give the folder of a model, or its name on the Hub.")
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **arguments)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
-        raise ValueError(f"{option}: {name!r} cannot be read. {reason}") from error
+        raise ValueError(f"{option}: {name!r} cannot be loaded. {reason}") from error
 
 
 def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConfig:
@@ -87,14 +86,6 @@ class Pooling(nn.Module):
         return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def load_base(options: CommonOptions) -> PreTrainedModel:
-    """The model as it is, of the class it was saved from."""
-    config = read_config("--model", options.model)
-    found = [getattr(transformers, name, None) for name in config.architectures or ()]
-    classes = [cls for cls in found if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
-    return read("--model", (classes or [transformers.AutoModel])[0], options.model, config=config)
-
-
 def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
     """Patch or unpatch as --attention says; without it the model stays as it is."""
     if options.attention == "softmax":
@@ -134,8 +125,8 @@ def choose_length(
     if limit is not None and wanted > limit:
         if options.extend_positions is None:
             raise ValueError(
-                f"--max-length {wanted} is more than the {limit} positions of this model. Choose at most {limit}, or "
-                "lengthen its position table with --extend-positions tile (or interpolate)."
+                f"--max-length {wanted} exceeds the {limit} positions of this model. Choose at most {limit}, or extend "
+                "the position table with --extend-positions tile."
             )
         hf_rfattn.extend_positions(model, wanted, options.extend_positions, tokenizer=tokenizer)
     return wanted

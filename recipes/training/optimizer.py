@@ -18,7 +18,9 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> AdamW:
     vectors = [p for name, p in named.items() if name not in mechanisms and p.ndim <= 1]
     rate = options.learning_rate
     if options.mechanism_learning_rate and not own:
-        raise ValueError("--mechanism-learning-rate: this model's attention has no parameters of its own.")
+        raise ValueError(
+            "--mechanism-learning-rate: the attention of this model has no parameters. Leave the option out."
+        )
     groups = [(matrices, rate, options.weight_decay), (vectors, rate, 0.0)]
     groups.append((own, options.mechanism_learning_rate or rate, 0.0))
     # fused: one pass over the weights per step instead of many, which matters on a CPU with a large vocabulary

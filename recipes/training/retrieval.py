@@ -33,7 +33,9 @@ class Retrieval:
         }
         asked = _some([query for query in self.queries if relevant.get(query)], queries)
         if not asked:
-            raise ValueError(f"No query is about one of these {len(kept)} documents; allow more with --max-documents.")
+            raise ValueError(
+                f"None of the queries has a relevant document among these {len(kept)}. Increase --max-documents."
+            )
         return Retrieval(
             {name: self.documents[name] for name in kept},
             {name: self.queries[name] for name in asked},
@@ -72,7 +74,9 @@ def read_beir(folder: Path, split: str) -> Retrieval:
     for line in lines[1:] if lines[0].startswith("query") else lines:
         query, document, gain = line.split("\t")[:3]
         if query not in queries or document not in documents:
-            raise ValueError(f"qrels/{split}.tsv: {query!r} is not a query, or {document!r} not a document.")
+            raise ValueError(
+                f"qrels/{split}.tsv: {query!r} is not in queries.jsonl, or {document!r} is not in corpus.jsonl."
+            )
         if float(gain) > 0:
             relevant.setdefault(query, {})[document] = float(gain)
     return Retrieval(documents, queries, relevant)

@@ -114,7 +114,9 @@ class Training:
                 hf_rfattn.calibrate(self.model, self.few)
             self.error = {"before": short_error(self.model, self.few), "after": None}
         if options.transfer_steps and not mechanism_parameters(self.model):
-            raise ValueError("--transfer-steps: this attention has no parameters to teach (see trainable of favor+).")
+            raise ValueError(
+                "--transfer-steps: this attention has no parameters to train; use hedgehog or trainable=true."
+            )
         if options.lora_rank:
             add_adapters(self.model, options.lora_rank)
         self.optimizer: Any = make_optimizer(self.model, options)
@@ -386,7 +388,7 @@ class Training:
 def help_sharding(accelerator: Accelerator, model: PreTrainedModel, options: RunOptions) -> None:
     """What FSDP2 and DeepSpeed cannot find out by themselves."""
     if options.lora_rank and accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise ValueError("--lora-rank does not work with FSDP or DeepSpeed: adapters are merged into whole matrices.")
+        raise ValueError("--lora-rank does not work with FSDP or DeepSpeed, which split the matrices. Use DDP.")
     if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap is None:
         # accelerate shards the embedding by itself: a layer that holds it, as BertEmbeddings does, must not be named
         embedding = model.get_input_embeddings()

@@ -79,7 +79,9 @@ class Session:
         if size == 1:
             return None
         if processes % size:
-            raise ValueError(f"--sequence-parallel {size}: {processes} processes are not groups of that size.")
+            raise ValueError(
+                f"--sequence-parallel {size}: the number of processes, {processes}, must be a multiple of it."
+            )
         shape = (processes // size, size)
         return init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("data", "sequence"))["sequence"]
 
@@ -145,14 +147,14 @@ def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path
     document |= {"base_license": options.model_license, "command": command(accelerator)}
     session = Session(options, accelerator, {**document, "processes": accelerator.num_processes})
     if check_output(options):
-        session.say(f"{output / RESULT} is there: this run is finished.")
+        session.say(f"{output / RESULT} exists: this run is finished.")
         return output / RESULT
     quiet(accelerator)
     try:
         work(session)
     except KeyboardInterrupt:
         begun = (output / RUN).exists() and not (output / RESULT).exists()
-        raise KeyboardInterrupt("The same command with --resume continues it." if begun else "") from None
+        raise KeyboardInterrupt("Run the same command with --resume to continue." if begun else "") from None
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / RESULT
@@ -165,7 +167,7 @@ def make_accelerator(options: Any) -> Accelerator:
     if on_cpu and precision == "fp16":
         raise ValueError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no.")
     if tracker and importlib.util.find_spec(tracker) is None:  # which accelerate would leave out without a word
-        raise ValueError(f"--report-to {tracker}: it is not installed; pip install {tracker}.")
+        raise ValueError(f"--report-to {tracker}: the package is not installed. Run pip install {tracker}.")
     return Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
@@ -208,17 +210,21 @@ def check_output(options: CommonOptions) -> bool:
     for name in ("model", "tokenizer", "distill", "data"):
         given = getattr(options, name, None)
         if given and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"{flag(name)} {given} lies inside --output {output}, which this run writes to.")
+            raise ValueError(
+                f"{flag(name)} {given} is inside --output {output}, which this run writes to. Choose another --output."
+            )
     if not output.exists() or not any(not path.name.startswith(".") for path in output.iterdir()):
         return False
     if not (output / RUN).exists():
-        raise ValueError(f"--output {output} is not empty and was not written by a recipe (it has no {RUN}).")
+        raise ValueError(
+            f"--output {output} is not empty and was not written by a recipe (no {RUN}). Choose another one."
+        )
     if options.overwrite:
         return False
     finished = (output / RESULT).exists()
     if not options.resume:
-        state = "a finished run" if finished else "an unfinished run, which --resume continues"
-        raise ValueError(f"{output} holds {state}. Choose another --output, or --overwrite it.")
+        found = "a finished run. Choose" if finished else "an unfinished run. Continue it with --resume, choose"
+        raise ValueError(f"{output} contains {found} another --output, or delete it with --overwrite.")
     before, now = json.loads((output / RUN).read_text(encoding="utf-8")), dataclasses.asdict(options)
     if name := first_difference(before, now):
         raise ValueError(
