@@ -30,7 +30,7 @@ from hf_rfattn.results import RESULTS, number, print_blocks, read_results, write
 @script("Run the same command again to resume.")
 def main(
     config: Annotated[
-        Path, typer.Argument(metavar="FILE.yaml", help="Plan of the comparison, such as recipes/compare/transfer.yaml.")
+        Path, typer.Argument(metavar="FILE.yaml", help="Plan of the comparison, such as recipes/compare/accuracy.yaml.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
     assignments: Annotated[
