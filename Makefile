@@ -23,7 +23,7 @@ DIST ?= .venv-dist
 TORCH ?= -c constraints.txt torch
 WORKERS ?= 2
 ARGS ?=
-CONFIG ?= transfer
+CONFIG ?= accuracy
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

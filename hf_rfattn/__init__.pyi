@@ -32,6 +32,7 @@ from .mechanisms.multipole import MultipoleConfig as MultipoleConfig
 from .mechanisms.naming import attention_label as attention_label
 from .mechanisms.naming import mechanism_names_in as mechanism_names_in
 from .mechanisms.rff import RffConfig as RffConfig
+from .mechanisms.taylor import TaylorConfig as TaylorConfig
 from .ops.backend import set_backend as set_backend
 
 __version__: str

@@ -1,6 +1,6 @@
 """Compare kinds of attention × tasks × seeds from one YAML file: scores, speed and memory.
 
-    python recipes/compare.py recipes/compare/transfer.yaml --set data=DIR --set models=DIR --output compare_out
+    python recipes/compare.py recipes/compare/accuracy.yaml --set data=DIR --output compare_out
 
 Runs that have a result are not repeated, so the same command continues after an interruption. `comparison/plan.py`
 explains the file. The report is made from OUTPUT/results alone.
@@ -30,7 +30,7 @@ from hf_rfattn.results import RESULTS, number, print_blocks, read_results, write
 @script("Run the same command again to resume.")
 def main(
     config: Annotated[
-        Path, typer.Argument(metavar="FILE.yaml", help="Plan of the comparison, such as recipes/compare/transfer.yaml.")
+        Path, typer.Argument(metavar="FILE.yaml", help="Plan of the comparison, such as recipes/compare/accuracy.yaml.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for runs, results and report.")] = Path("compare_out"),
     assignments: Annotated[

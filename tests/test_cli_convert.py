@@ -24,7 +24,7 @@ from hf_rfattn.conversion.transfer import Transfer
 from hf_rfattn.results import parse_result
 
 PAIRS = [(row["premise"], row["hypothesis"]) for row in sample.make("snli", "train")[:60]]
-QUICK = ("--steps", 12, "--learning-rate", 0.05)
+QUICK = ("--steps", 12, "--rounds", 1, "--learning-rate", 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.slow
 def test_a_mechanism_in_one_new_file(tmp_path):
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (name,) = re.findall(r"Make `hf_rfattn/mechanisms/(\w+)\.py`", guide)
+    (name,) = re.findall(r"Create `hf_rfattn/mechanisms/(\w+)\.py`", guide)
     (code,) = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
     for folder in ("hf_rfattn", "tests", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))

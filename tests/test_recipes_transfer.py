@@ -49,7 +49,19 @@ def train(model, output, **fields):
 
 
 def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
-    given = ("--column", "premise", "--column", "hypothesis", "--steps", 12, "--learning-rate", 0.05, "--json")
+    given = (
+        "--column",
+        "premise",
+        "--column",
+        "hypothesis",
+        "--steps",
+        12,
+        "--rounds",
+        1,
+        "--learning-rate",
+        0.05,
+        "--json",
+    )
     result = json.loads(run("convert", bert, "hedgehog", "--data", texts, "-o", tmp_path / "converted", *given))
     softmax = train(bert, tmp_path / "softmax", attention="softmax")[1]
     weights, tuned = train(str(tmp_path / "converted"), tmp_path / "tuned", model_name=Path(bert).name)
@@ -65,7 +77,7 @@ def test_a_converted_language_model_learns_from_itself(tmp_path):
     gpt2 = make_gpt2(tmp_path / "gpt2")
     for split in ("train", "test"):
         datasets.Dataset.from_list(sample.make("wikitext", "train")[:400]).to_parquet(tmp_path / f"{split}.parquet")
-    given = ("bandwidth=4", "far=hedgehog", "--data", tmp_path, "--max-length", 32, "--steps", 12)
+    given = ("bandwidth=4", "far=hedgehog", "--data", tmp_path, "--max-length", 32, "--steps", 12, "--rounds", 1)
     run("convert", gpt2, "fmm", *given, "-o", tmp_path / "out")
     fields = {"data": str(tmp_path), "eval_split": "test", "max_length": 32, "max_steps": 2, "batch_size": 4}
     result = run_here(

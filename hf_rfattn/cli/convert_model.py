@@ -54,8 +54,8 @@ def convert(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 400,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Repeat the last 40 % of the steps up to N times, while the error falls.")
-    ] = None,
+        int, typer.Option(min=1, help="Repeat the last steps up to this many times, while the error falls.")
+    ] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 8,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Peak learning rate. [default: that of hf_rfattn.convert]")
@@ -81,6 +81,7 @@ def convert(
         from ..results import name_of, new_result
 
         columns = column or ["text"]
+        rounds = rounds if steps > 2 else 1  # fewer steps have no part to repeat
         if len(columns) > 2 or (join and len(columns) == 2):
             raise ValueError("Give --column once, or twice for pairs of texts; --join works with one column only.")
         if batch_size % process_count():
@@ -98,17 +99,16 @@ def convert(
         batches = _batches(texts, tokenizer, length, (steps + 1) * batch_size if join else None, batch_size, seed)
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": texts.document(), "join": join,
-            "max_length": length, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate,
-            "rounds": rounds, "seed": seed,
+            "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
+            "learning_rate": learning_rate, "seed": seed,
         }  # fmt: skip
         with _state(output, before, settings) as state:
             autocast = torch.autocast(chosen.type, torch.bfloat16) if bf16 else nullcontext()
-            given: dict[str, Any] = {"learning_rate": learning_rate, "rounds": rounds}
-            given = {name: value for name, value in given.items() if value is not None}
+            rate: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
             with autocast:
                 done = transfer(
-                    loaded.to(chosen), config, batches, steps=steps, seed=seed, layers=layers, checkpoint=state,
-                    save_every=SAVE_EVERY, **given,
+                    loaded.to(chosen), config, batches, steps=steps, rounds=rounds, seed=seed, layers=layers,
+                    checkpoint=state, save_every=SAVE_EVERY, **rate,
                 )  # fmt: skip
             if process_rank() > 0:
                 return

@@ -87,8 +87,8 @@ def convert(
 
     `end_to_end`: fraction of the steps, at the end, in which every layer sees the outputs of the patched layers before
     it and gradients flow through the whole model, so that layers compensate each other's errors. 0 saves memory.
-    `rounds`: how many times these end-to-end steps are repeated at most, each time with warm-up and decay; training
-    stops after a round that reduces the error by less than 3 %.
+    `rounds`: maximum number of repetitions of the end-to-end steps, each with its own warm-up and decay. Training stops
+    after a round that reduces the error by less than 3 %.
     `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
     softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
     then left out of training if there are others.
@@ -118,8 +118,6 @@ def convert(
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if not 0 <= end_to_end <= 1:
         raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
-    if rounds > 1 and int(end_to_end * steps) == 0:
-        raise ValueError(f"rounds={rounds} repeats end-to-end steps, but end_to_end={end_to_end} leaves none.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None keeps the patch of the model, so {', '.join(patching)} would be ignored.")

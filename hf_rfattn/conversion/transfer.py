@@ -18,8 +18,8 @@ from .processes import sum_over_processes
 
 STATE = "conversion.pt"
 WARMUP = 0.05  # fraction of the steps
-ENOUGH = 0.97  # a round that leaves more than this share of the error of the round before is the last one
-TAIL = 10  # number of steps at the end of a round whose mean error is the error of the round
+ENOUGH = 0.97  # stop after a round whose error is above this fraction of the previous round's
+TAIL = 10  # the error of a round is the mean over this many steps at its end
 END_TO_END_RATE = 0.2  # learning rate of end-to-end steps relative to the others
 
 

@@ -1,6 +1,6 @@
-"""Feature maps that learn, each head for itself: they are taught by attention transfer, or with the model.
+"""Trainable feature maps with parameters per head, trained by attention transfer or together with the model.
 
-Queries and keys have parameters of their own; grouped query heads share those of the keys they meet.
+Queries and keys have separate parameters.
 """
 
 import math
@@ -18,8 +18,7 @@ from .projections import Projection, draw_projection, seeded_generator
 class HedgehogFeatures(FeatureMap):
     """φ(x) = [softmax(Wx + b), softmax(-Wx - b)], W and b learned per head and role.
 
-    W starts at the identity, with random orthogonal rows below it for more than twice the head size of features and in
-    its place for fewer; b starts at zero.
+    W starts as `start_rows` fills it; b starts at zero.
     """
 
     log_linear = True
@@ -51,7 +50,7 @@ class HedgehogFeatures(FeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the identity."""
+        """Reset to the initial values."""
         start_rows(self.query_weight, self.key_weight, self.seed)
         if not self.query_bias.is_meta:
             self.query_bias.zero_()
@@ -60,13 +59,13 @@ class HedgehogFeatures(FeatureMap):
 
 @torch.no_grad()
 def start_rows(query_weight: nn.Parameter, key_weight: nn.Parameter, seed: tuple[int, ...]) -> None:
-    """Fill the weights `[heads, rows, D]` of every head with the identity, random orthogonal rows below it where there
-    are more rows than columns, and only random orthogonal rows where there are fewer.
+    """Initialize the weights `[heads, rows, D]` with the identity, followed by random orthogonal rows if there are more
+    than D rows, or with random orthogonal rows only if there are fewer.
     """
     if query_weight.is_meta:
-        return  # nothing to fill: a checkpoint will
+        return  # a checkpoint will fill them
     rows, head_dim = query_weight.shape[1:]
-    start = torch.eye(head_dim, device="cpu")  # where draws are made
+    start = torch.eye(head_dim, device="cpu")  # projections are drawn on the CPU
     if rows != head_dim:
         drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*seed))[0].float()
         drawn = F.normalize(drawn, dim=-1)
@@ -75,13 +74,13 @@ def start_rows(query_weight: nn.Parameter, key_weight: nn.Parameter, seed: tuple
         _fill(weight, start.repeat(len(weight), 1, 1))
 
 
-START_TEMPERATURE = 0.25  # taught from there, features of real heads come closer to softmax than from 1
+START_TEMPERATURE = 0.25  # trained from here, real heads come closer to softmax than from 1
 
 
 class LearnedPositiveFeatures(LogLinearFeatures):
-    """φ(x)_r = M^(-1/2) exp(τ^(1/2) ω_rᵀx - τ|x|²/2): FAVOR+ of a kernel exp(τ xᵀy), with ω and τ learned.
+    """φ(x)_r = M^(-1/2) exp(τ^(1/2) ω_rᵀx - τ|x|²/2): FAVOR+ for the kernel exp(τ xᵀy), with ω and τ learned.
 
-    ω, one a head and role, starts at the random draw of FAVOR+; τ is one a key head, and at 1 gives FAVOR+ exactly.
+    ω is learned per head and role, and starts at the random draw of FAVOR+. τ is learned per key head; τ = 1 is FAVOR+.
     """
 
     def __init__(
@@ -117,9 +116,9 @@ class LearnedPositiveFeatures(LogLinearFeatures):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the draw."""
+        """Reset to the initial draw and temperature."""
         if self.key_projection.is_meta:
-            return  # nothing to fill: a checkpoint will
+            return  # a checkpoint will fill it
         kv_heads, rows, head_dim = self.key_projection.shape
         generator = seeded_generator(*self.seed, 0)
         drawn = draw_projection(self.kind, kv_heads, rows, head_dim, generator, self.hadamard_blocks)
@@ -129,7 +128,7 @@ class LearnedPositiveFeatures(LogLinearFeatures):
 
 
 def _fill(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy into a parameter, of one that FSDP has split the part that is here."""
+    """Copy a value into a parameter; if FSDP has sharded it, into the local shard."""
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..mechanisms.naming import attention_label, mechanism_names_in
@@ -23,8 +23,6 @@ from ..results import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-CHANCE = {"sst2": 0.5, "rte": 0.5, "snli": 1 / 3, "cola": 0.0, "stsb": 0.0}  # for results that did not record it
 
 Spread = tuple[float, float | None]  # mean and standard deviation over seeds, None for a single seed
 
@@ -109,8 +107,7 @@ def make_tables(
 def _rows(found: dict[str, list[Result]]) -> tuple[Metric, list[Row]]:
     softmax = next((runs for runs in found.values() if runs[0].attention == SOFTMAX), [])
     first = (softmax or next(iter(found.values())))[0]
-    known = first.score.chance is not None or not first.score.scale
-    metric = first.score if known else replace(first.score, chance=CHANCE.get(first.task))
+    metric = first.score
     score = over_seeds(run.score.value for run in softmax)
     if score and not metric.beats_chance(score[0]):
         score = None

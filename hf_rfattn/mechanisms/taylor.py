@@ -60,7 +60,7 @@ class TaylorFeatures(FeatureMap):
         return Features(torch.zeros_like(z[..., :1]), torch.cat([F.pad(z, (1, 0), value=1.0), products], dim=-1))
 
     def floor(self) -> Tensor:
-        """The least value of 1 + s + s²/2."""
+        """The minimum of 1 + s + s²/2."""
         return torch.full((1, 1, 1), 0.5, device="cpu")
 
     def multiply_adds(self) -> int:
@@ -68,7 +68,7 @@ class TaylorFeatures(FeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Reset to the initial values."""
         start_rows(self.query_weight, self.key_weight, self.seed)
         if not self.query_bias.is_meta:
             self.query_bias.zero_()
