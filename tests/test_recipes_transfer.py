@@ -49,19 +49,8 @@ def train(model, output, **fields):
 
 
 def test_from_a_model_to_a_converted_one_to_a_task(bert, texts, tmp_path):
-    given = (
-        "--column",
-        "premise",
-        "--column",
-        "hypothesis",
-        "--steps",
-        12,
-        "--rounds",
-        1,
-        "--learning-rate",
-        0.05,
-        "--json",
-    )
+    columns = ("--column", "premise", "--column", "hypothesis")
+    given = (*columns, "--steps", 12, "--rounds", 1, "--learning-rate", 0.05, "--json")
     result = json.loads(run("convert", bert, "hedgehog", "--data", texts, "-o", tmp_path / "converted", *given))
     softmax = train(bert, tmp_path / "softmax", attention="softmax")[1]
     weights, tuned = train(str(tmp_path / "converted"), tmp_path / "tuned", model_name=Path(bert).name)
