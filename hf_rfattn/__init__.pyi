@@ -2,6 +2,7 @@
 
 from .conversion import Conversion as Conversion
 from .conversion import convert as convert
+from .conversion import keep_exact_heads as keep_exact_heads
 from .hub.cards import write_card as write_card
 from .hub.publish import publish as publish
 from .integration import AttentionChoice as AttentionChoice
@@ -24,6 +25,7 @@ from .mechanisms import register_mechanism as register_mechanism
 from .mechanisms import resolve_config as resolve_config
 from .mechanisms.average import AverageConfig as AverageConfig
 from .mechanisms.band import BandConfig as BandConfig
+from .mechanisms.exact_heads import ExactHeadsConfig as ExactHeadsConfig
 from .mechanisms.favor import FavorConfig as FavorConfig
 from .mechanisms.fmm import FmmConfig as FmmConfig
 from .mechanisms.hedgehog import HedgehogConfig as HedgehogConfig

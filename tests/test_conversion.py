@@ -9,7 +9,7 @@ from support.models import MODELS, lively, tiny_bert, tiny_llama
 from support.recipes import sample_tokenizer
 from torch import distributed
 
-from hf_rfattn import attention_error, convert, patch_model
+from hf_rfattn import attention_error, convert, keep_exact_heads, patch_model
 from hf_rfattn.conversion import batches as conversion_batches
 from hf_rfattn.integration.error import mechanism_sites, run_with_softmax
 from hf_rfattn.mechanisms import Mechanism
@@ -172,6 +172,34 @@ def test_rounds_end_when_the_error_no_longer_falls(tmp_path):
     with pytest.raises(Torn):
         learn(3, 0.1, torn(batches, 13), checkpoint=tmp_path, save_every=4)
     assert same(whole, learn(3, 0.1, checkpoint=tmp_path, save_every=4)[1])
+
+
+def test_the_worst_heads_stay_exact(tmp_path):
+    model, batches = lively(tiny_bert()), make_batches()
+    options = {"measure": batches[0], "steps": 10, "exact_heads": 0.25, "progress": False}
+
+    def learn(given=batches, **further):
+        learner = copy.deepcopy(model)
+        return learner, convert(learner, "hedgehog", given, **options, **further)
+
+    learner, report = learn()
+    plain = copy.deepcopy(model)
+    before = convert(plain, "hedgehog", batches, measure=batches[0], steps=6, end_to_end=0, progress=False).after
+    ranked = sorted((e for heads in before.heads for e in heads), reverse=True)
+    assert ranked[1] > ranked[2]  # a quarter of 8 heads
+    for was, now in zip(before.heads, report.after.heads, strict=True):
+        assert all((error < 1e-5) == (old >= ranked[1]) for old, error in zip(was, now, strict=True))
+    assert "exact_heads" in report.after.mechanisms
+    learner.save_pretrained(tmp_path / "model")
+    loaded = type(learner).from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded.eval()(**batches[1])[0], learner.eval()(**batches[1])[0])
+    for end in (5, 9):  # before and after the heads are chosen
+        with pytest.raises(Torn):
+            learn(torn(batches, end), checkpoint=tmp_path / str(end), save_every=2)
+        resumed, again = learn(checkpoint=tmp_path / str(end), save_every=2)
+        assert same(learnt(learner), learnt(resumed)) and again.after == report.after
+    with pytest.raises(ValueError, match="linear mechanism"):
+        keep_exact_heads(patch_model(copy.deepcopy(model), "band"), batches[0])
 
 
 def test_far_fields_learn_by_themselves():

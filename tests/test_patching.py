@@ -271,7 +271,7 @@ def test_names_of_models_are_not_models(call, name):
 @pytest.mark.parametrize("attention", mechanism_names())
 def test_mechanisms_that_need_training_warn_in_pretrained_models(attention, tmp_path):
     tiny_bert().save_pretrained(tmp_path / "softmax")
-    needs = attention in ("favor+", "hedgehog", "linear", "rff", "taylor")
+    needs = attention in ("favor+", "hedgehog", "linear", "rff", "taylor", "exact_heads")
 
     def warnings_of(make, *arguments, **options):
         with warnings.catch_warnings(record=True) as caught:

@@ -78,6 +78,11 @@ def measure(settings: DecodeSettings, progress: Progress = no_progress) -> Docum
     return result
 
 
+def _contexts(state: Any) -> list[Context]:
+    """The parts of a generation state that hold all keys."""
+    return [part for part in (state, *vars(state).values()) if isinstance(part, Context)]
+
+
 class Decoder:
     """A model and a cache with `context` tokens in it."""
 
@@ -136,13 +141,14 @@ class Decoder:
         elif type(layer) is StaticLayer:
             for tensor in (layer.keys, layer.values):
                 tensor.normal_(generator=self.generator)  # type: ignore[union-attr]
-        elif isinstance(layer, RecurrentLayer) and isinstance(layer.state, Context):
-            layer.state.reset()
-            shapes = ((*x.shape[:2], self.context - 1, x.shape[3]) for x in (layer.state.keys, layer.state.values))
-            k, v = (torch.randn(shape, generator=self.generator, device=self.model.device) for shape in shapes)
-            with torch.no_grad():
-                layer.state.copy_(layer.state.extended(k, v, None)[0])
-        elif not isinstance(layer, RecurrentLayer):
+        elif isinstance(layer, RecurrentLayer):
+            for held in _contexts(layer.state):
+                held.reset()
+                shapes = ((*x.shape[:2], self.context - 1, x.shape[3]) for x in (held.keys, held.values))
+                k, v = (torch.randn(shape, generator=self.generator, device=self.model.device) for shape in shapes)
+                with torch.no_grad():
+                    held.copy_(held.extended(k, v, None)[0])
+        else:
             raise ValueError(
                 f"bench decode does not support {type(self.model).__name__}, whose cache has a {type(layer).__name__}."
             )
@@ -150,8 +156,8 @@ class Decoder:
     def _rewind(self, layer: Any) -> None:
         if isinstance(layer, RecurrentLayer):
             layer.seen = self.context - 1
-            if isinstance(layer.state, Context):
-                layer.state.rewind(self.context - 1)
+            for held in _contexts(layer.state):
+                held.rewind(self.context - 1)
             return
         if isinstance(layer, StaticLayer):
             layer.cumulative_length.fill_(self.context - 1)  # type: ignore[attr-defined]

@@ -56,6 +56,9 @@ def convert(
     rounds: Annotated[
         int, typer.Option(min=1, help="Repeat the last steps up to this many times, while the error falls.")
     ] = 4,
+    exact_heads: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Fraction of all heads, the worst ones, that keep exact softmax.")
+    ] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 8,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Peak learning rate. [default: that of hf_rfattn.convert]")
@@ -100,15 +103,15 @@ def convert(
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": texts.document(), "join": join,
             "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
-            "learning_rate": learning_rate, "seed": seed,
+            "exact_heads": exact_heads, "learning_rate": learning_rate, "seed": seed,
         }  # fmt: skip
         with _state(output, before, settings) as state:
             autocast = torch.autocast(chosen.type, torch.bfloat16) if bf16 else nullcontext()
             rate: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
             with autocast:
                 done = transfer(
-                    loaded.to(chosen), config, batches, steps=steps, rounds=rounds, seed=seed, layers=layers,
-                    checkpoint=state, save_every=SAVE_EVERY, **rate,
+                    loaded.to(chosen), config, batches, steps=steps, rounds=rounds, exact_heads=exact_heads,
+                    seed=seed, layers=layers, checkpoint=state, save_every=SAVE_EVERY, **rate,
                 )  # fmt: skip
             if process_rank() > 0:
                 return

@@ -26,6 +26,7 @@ from ..integration.inputs import Data
 from ..integration.patching import UNTRAINED, Attention
 from ..integration.text_table import text_table
 from .batches import TrainingBatches
+from .heads import worst_heads
 from .processes import check_alike, from_first, process_rank
 from .transfer import STATE, Transfer
 
@@ -66,6 +67,7 @@ def convert(
     rounds: int = 1,
     learning_rate: float = 0.05,
     end_to_end: float = 0.4,
+    exact_heads: float = 0.0,
     parts: float = 0.0,
     measure: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -89,6 +91,8 @@ def convert(
     it and gradients flow through the whole model, so that layers compensate each other's errors. 0 saves memory.
     `rounds`: maximum number of repetitions of the end-to-end steps, each with its own warm-up and decay. Training stops
     after a round that reduces the error by less than 3 %.
+    `exact_heads`: fraction of all heads, those with the largest error before the end-to-end steps, that keep exact
+    softmax: see `keep_exact_heads`. A sixth recovers most of what short inputs lose.
     `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
     softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
     then left out of training if there are others.
@@ -118,6 +122,8 @@ def convert(
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if not 0 <= end_to_end <= 1:
         raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
+    if not 0 <= exact_heads < 1:
+        raise ValueError(f"exact_heads must be a fraction of all heads, from 0 to below 1, not {exact_heads!r}.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
         raise ValueError(f"attention=None keeps the patch of the model, so {', '.join(patching)} would be ignored.")
@@ -132,7 +138,7 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
-        transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts)
+        transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts, exact_heads)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]
@@ -145,7 +151,11 @@ def convert(
             check_alike(steps_in_the_checkpoint=transfer.step)
             ahead = itertools.islice(data, transfer.step, None)
             started = time.perf_counter() - transfer.seconds
-            while not transfer.finished():
+            while True:
+                if exact_heads and transfer.step >= transfer.apart and not transfer.heads:
+                    transfer.keep_exact(worst_heads(model, attention_error(model, measure), exact_heads))
+                if transfer.finished():
+                    break
                 error = transfer.train(next(ahead))
                 transfer.seconds = time.perf_counter() - started
                 bar.set_postfix_str(f"error {error:.3f}", refresh=False)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..integration import AttentionError
 from ..integration.error import energy, mechanism_sites, run_batch, run_with_softmax, valid_queries
 from ..mechanisms import LinearMechanism, Mechanism
+from .heads import Heads, set_exact_heads
 from .processes import sum_over_processes
 
 STATE = "conversion.pt"
@@ -29,17 +30,23 @@ class Transfer:
     """
 
     def __init__(
-        self, model: nn.Module, steps: int, rounds: int, learning_rate: float, end_to_end: float, parts: float
+        self,
+        model: nn.Module,
+        steps: int,
+        rounds: int,
+        learning_rate: float,
+        end_to_end: float,
+        parts: float,
+        exact_heads: float,
     ):
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
         self.apart, self.parts = steps - int(end_to_end * steps), parts
         self.together = steps - self.apart  # end-to-end steps of a round
         self.most = self.apart + rounds * self.together
-        self.sites = sites = mechanism_sites(model)
-        self.names = {mechanism: name for mechanism, name in sites.items() if list(mechanism.parameters())}
+        self._find_mechanisms()
         if not self.names:
             raise ValueError(
-                f"{', '.join(sorted({m.config.name for m in sites}))}: nothing to train, these mechanisms have no "
+                f"{', '.join(sorted({m.config.name for m in self.sites}))}: nothing to train, these mechanisms have no "
                 "parameters. Choose a trainable one such as 'hedgehog', 'fmm', or 'favor+' with trainable=True."
             )
         self.parameters = [p for mechanism in self.names for p in mechanism.parameters()]
@@ -50,14 +57,26 @@ class Transfer:
             "rounds": rounds,
             "learning_rate": learning_rate,
             "end_to_end": end_to_end,
+            "exact_heads": exact_heads,
             "parts": parts,
         }
         self.settings = {**numbers, "layers": configs}
         self.step = 0
         self.seconds = 0.0
+        self.heads: Heads = {}  # that keep exact softmax
         self.losses: dict[Mechanism, Tensor] = {}  # of the last step
         self.recent: list[float] = []  # errors of the last steps
         self.rounds: list[float] = []  # errors of the rounds so far
+
+    def _find_mechanisms(self) -> None:
+        self.sites = mechanism_sites(self.model)
+        self.names = {mechanism: name for mechanism, name in self.sites.items() if list(mechanism.parameters())}
+
+    def keep_exact(self, heads: Heads) -> None:
+        """Let these heads use exact softmax from now on."""
+        set_exact_heads(self.model, heads)
+        self.heads = heads
+        self._find_mechanisms()
 
     @contextmanager
     def layers_in_float32(self) -> Iterator[None]:
@@ -161,6 +180,7 @@ class Transfer:
             "settings": self.settings,
             "error before training": _rounded(before.overall),
             "step": self.step,
+            "heads": self.heads,
             "recent": self.recent,
             "rounds": self.rounds,
             "seconds": self.seconds,
@@ -190,6 +210,8 @@ class Transfer:
                     )
             self.step, self.seconds = state["step"], state["seconds"]
             self.recent, self.rounds = state["recent"], state["rounds"]
+            if state["heads"]:
+                self.keep_exact(state["heads"])
             for parameter, value in zip(self.parameters, state["parameters"], strict=True):
                 parameter.data.copy_(value)
             self.optimizer.load_state_dict(state["optimizer"])

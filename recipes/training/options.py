@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from transformers import HfArgumentParser
 
 MAY_BE_0 = {
-    "seed", "transfer_steps", "weight_decay", "warmup", "max_gradient_norm", "distill_hidden", "stride",
+    "seed", "transfer_steps", "exact_heads", "weight_decay", "warmup", "max_gradient_norm", "distill_hidden", "stride",
     "max_tokens", "repetitions",
 }  # fmt: skip
 SEQUENCE_PARALLEL = "Number of processes that split each sequence (sequence parallelism). Needs a patched model."
@@ -85,6 +85,9 @@ class RunOptions(CommonOptions):
     redraw_every: int | None = described("Redraw random features every N steps.")
     transfer_steps: int = described("Number of attention transfer steps on the training inputs, before training.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
+    exact_heads: float = described(
+        "Fraction of all heads, those that attention transfer approximates worst, that keep exact softmax.", 0.0
+    )
     distill: str | None = described(
         "Distil from the logits of a softmax model: its folder or name, or self for --model before training."
     )
@@ -135,6 +138,8 @@ class RunOptions(CommonOptions):
             raise ValueError(
                 "--transfer-steps and --distill do not work with --sequence-parallel. Use `hf-rfattn convert` first."
             )
+        if self.exact_heads and not self.transfer_steps:
+            raise ValueError("--exact-heads chooses heads during attention transfer; also give --transfer-steps.")
         if self.early_stop is not None:
             self.keep = "best"
 

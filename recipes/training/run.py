@@ -140,6 +140,7 @@ class Training:
         if options.transfer_steps:
             batches = shared_batches(session, self.prepared.train, self.prepared.collate, self.order)
             self.transfer = transfer_document(transfer(session, self.model, batches, self.few), options.batch_size)
+            self.attention = attention_of(self.model)  # in which some heads may have become exact
             self._evaluate_stage(1, fresh=state is None)
         if options.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -41,16 +41,13 @@ def shared_batches(
 
 
 def transfer(
-    session: Session, model: PreTrainedModel, inputs: Iterable[Any], measure: Mapping[str, Any], **arguments: Any
+    session: Session, model: PreTrainedModel, inputs: Iterable[Any], measure: Mapping[str, Any]
 ) -> hf_rfattn.Conversion:
-    """Teach the mechanisms of a patched model; an interrupted run continues.
-
-    Further arguments are those of `hf_rfattn.convert`, by default what the options of the recipe say.
-    """
+    """Teach the mechanisms of a patched model; an interrupted run continues."""
     options = session.options
-    if not arguments:
-        arguments = {"steps": options.transfer_steps, "learning_rate": options.transfer_learning_rate}
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given: dict[str, Any] = {"steps": options.transfer_steps, "exact_heads": getattr(options, "exact_heads", 0.0)}
+    if options.transfer_learning_rate is not None:
+        given["learning_rate"] = options.transfer_learning_rate
     if options.save_every:
         given |= {"checkpoint": session.output / TRANSFER, "save_every": options.save_every}
     with session.accelerator.autocast():
