@@ -17,15 +17,22 @@ def full_config(config: Any) -> Any:
         document = resolve_config(config).to_dict()
     except ValueError:
         return config
-    return {k: [full_config(v) for v in value] if k == "far" else value for k, value in document.items()}
+    if "far" in document:
+        document["far"] = [full_config(each) for each in document["far"]]
+    if "rest" in document:
+        document["rest"] = full_config(document["rest"])
+    return document
 
 
 def mechanisms_in(attention: Any) -> list[Mapping[str, Any]]:
-    """Return the dicts of all mechanisms in an attention document, with defaults; those inside "far" come last."""
+    """Return the dicts of all mechanisms in an attention document, with defaults; those inside others come last."""
     layered = isinstance(attention, Mapping) and "layers" in attention
     full = [full_config(config) for config in (attention["layers"].values() if layered else [attention])]
-    far = [part for config in full if isinstance(config, Mapping) for part in config.get("far", ())]
-    return [config for config in [*full, *far] if isinstance(config, Mapping) and "mechanism" in config]
+    known = [config for config in full if isinstance(config, Mapping)]
+    inner = [
+        part for config in known for part in (*config.get("far", ()), *([config["rest"]] if "rest" in config else ()))
+    ]
+    return [config for config in [*full, *inner] if isinstance(config, Mapping) and "mechanism" in config]
 
 
 def mechanism_names_in(attention: Any) -> list[str]:
@@ -44,7 +51,12 @@ def attention_label(attention: Any) -> str:
     'favor+, num_features=64'
     """
     if isinstance(attention, Mapping) and "layers" in attention:
-        return "; ".join(f"layers {k}: {attention_label(v)}" for k, v in attention["layers"].items())
+        layers = attention["layers"]
+        exact = [config for config in layers.values() if isinstance(config, Mapping) and "rest" in config]
+        rests = {attention_label(config["rest"] if config in exact else config) for config in layers.values()}
+        if exact and len(rests) == 1:
+            return f"{rests.pop()}, exact heads"
+        return "; ".join(f"layers {k}: {attention_label(v)}" for k, v in layers.items())
     config = full_config(attention)
     if not isinstance(config, Mapping):
         return str(config)
@@ -53,8 +65,8 @@ def attention_label(attention: Any) -> str:
     label = [name]
     for option, value in config.items():
         if option != "mechanism" and not (isinstance(default, Mapping) and default.get(option) == value):
-            far = option == "far"
+            inner = {"far": value, "rest": [value]}.get(option)
             label.append(
-                f"far=({', '.join(map(attention_label, value))})" if far else f"{option}={option_value(value)}"
+                f"{option}=({', '.join(map(attention_label, inner))})" if inner else f"{option}={option_value(value)}"
             )
     return ", ".join(label)
