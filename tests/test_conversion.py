@@ -198,6 +198,8 @@ def test_the_worst_heads_stay_exact(tmp_path):
             learn(torn(batches, end), checkpoint=tmp_path / str(end), save_every=2)
         resumed, again = learn(checkpoint=tmp_path / str(end), save_every=2)
         assert same(learnt(learner), learnt(resumed)) and again.after == report.after
+    with pytest.raises(ValueError, match="exact already"):
+        keep_exact_heads(learner, batches[0])
     with pytest.raises(ValueError, match="linear mechanism"):
         keep_exact_heads(patch_model(copy.deepcopy(model), "band"), batches[0])
 

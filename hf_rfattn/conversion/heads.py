@@ -70,6 +70,8 @@ def set_exact_heads(model: nn.Module, heads: Mapping[int, tuple[int, ...]]) -> N
     mechanisms = {name: mechanism for mechanism, name in mechanism_sites(model).items()}
     document: Any = next(getattr(s.module.config, SPEC) for s in sites if hasattr(s.module.config, SPEC))
     spec = PatchSpec.from_dict(document)
+    if any(isinstance(config, ExactHeadsConfig) for config in spec.by_layer.values()):
+        raise ValueError("Some heads of this model are exact already. Convert the original model with another share.")
     layers = {
         number: ExactHeadsConfig(heads=heads[number], rest=config) if number in heads else config
         for number, config in spec.by_layer.items()
