@@ -114,6 +114,22 @@ def test_learning_from_a_softmax_model(bert, tuned, tmp_path):
             train(bert, tmp_path / "wrong", attention="hedgehog", **fields)
 
 
+def test_after_attention_transfer_the_model_is_its_own_teacher(bert, tuned):
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    device = torch.device("cpu")
+
+    def teacher(model, student=None, **fields):
+        options = ClassificationOptions(model=model, attention="hedgehog", **fields)
+        return make_teacher(device, student or load(tuned), options)
+
+    assert teacher(tuned, transfer_steps=1).hidden == 1.0
+    assert teacher(tuned, transfer_steps=1, distill_hidden=0.5).hidden == 0.5
+    assert teacher(tuned) is teacher(tuned, transfer_steps=1, distill="none") is teacher(bert, transfer_steps=1) is None
+    for labels in ({"num_labels": 2}, {"id2label": {0: "a", 1: "b", 2: "c"}}):  # of another task
+        other = load(tuned, ignore_mismatched_sizes=True, **labels)
+        assert teacher(tuned, other, transfer_steps=1) is None
+
+
 def test_distance_to_the_teacher(tuned):
     """By hand; and a student that is the teacher loses nothing but the task's own loss."""
     load = transformers.AutoModelForSequenceClassification.from_pretrained

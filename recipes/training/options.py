@@ -89,7 +89,8 @@ class RunOptions(CommonOptions):
         "Fraction of all heads, those that attention transfer approximates worst, that keep exact softmax.", 0.0
     )
     distill: str | None = described(
-        "Distil from the logits of a softmax model: its folder or name, or self for --model before training."
+        "Distil from the logits of a softmax model: its folder or name, self for --model before training, or none. "
+        "Default: self after --transfer-steps, with --distill-hidden 1, if --model was trained on this task."
     )
     distill_weight: float = described("Weight of the distillation loss, from 0 to 1; the task loss gets the rest.", 0.5)
     distill_temperature: float = described("Distillation temperature.", 2.0)
@@ -134,7 +135,7 @@ class RunOptions(CommonOptions):
         super().__post_init__()
         if self.eval_split == "train":
             raise ValueError("--eval-split train: the model is trained on this split. Choose another one.")
-        if self.sequence_parallel > 1 and (self.transfer_steps or self.distill):
+        if self.sequence_parallel > 1 and (self.transfer_steps or self.distill not in (None, "none")):
             raise ValueError(
                 "--transfer-steps and --distill do not work with --sequence-parallel. Use `hf-rfattn convert` first."
             )

@@ -1,5 +1,6 @@
 """Learning from softmax: attention transfer before training, distillation and LoRA in it."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -117,9 +118,23 @@ def relative_error(given: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor
     return ((given - taught).square() * weight).sum() / (taught.square() * weight).sum()
 
 
+def knows_task(student: PreTrainedModel, options: RunOptions) -> bool:
+    """Whether --model is a softmax model with the head and labels of the task; language models do not count."""
+    config = read_config("--model", options.model)
+    named = "LABEL_0" not in (config.id2label or {}).values() or config.problem_type == "regression"
+    labels = [(c.problem_type, c.id2label) for c in (config, student.config)]
+    kind = type(student).__name__
+    answers = kind.endswith("ForQuestionAnswering") or (named and labels[0] == labels[1])
+    return answers and kind in (config.architectures or ()) and not hasattr(config, "rfattn")
+
+
 def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOptions) -> Teacher | None:
-    """The model of --distill, beside a student that has not been trained yet."""
-    if options.distill is None:
+    """The model of --distill, beside a student that has not been trained yet; after attention transfer, --model
+    itself if it was trained on this task.
+    """
+    if options.distill is None and options.transfer_steps and knows_task(student, options):
+        options = dataclasses.replace(options, distill="self", distill_hidden=options.distill_hidden or 1.0)
+    if options.distill in (None, "none"):
         return None
     name = options.model if options.distill == "self" else options.distill
     config = read_config("--distill", name)
