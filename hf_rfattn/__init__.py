@@ -10,7 +10,7 @@ from typing import Any
 
 from .import_hook import follow_transformers
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOME = {name.name: node.module for node in _PUBLIC.body if isinstance(node, ast.ImportFrom) for name in node.names}
