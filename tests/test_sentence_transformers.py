@@ -7,6 +7,7 @@ from sentence_transformers.sentence_transformer import modules
 from support.models import ids, tiny_bert
 from support.word_tokenizers import save_with_tokenizer
 from torch import nn
+from typer.testing import CliRunner
 
 from hf_rfattn import (
     attention_error,
@@ -17,6 +18,7 @@ from hf_rfattn import (
     patch_model,
     unpatch_model,
 )
+from hf_rfattn.cli import app
 
 TEXTS = ["the cat", "the dog sat on the mat", "dog", "mat and cat", "the cat sat on the dog", "cat and dog"]
 
@@ -48,6 +50,17 @@ def test_saving_and_loading_is_exact(encoder, tmp_path, attention):
     assert torch.equal(embeddings(again), patched)
     assert torch.equal(embeddings(unpatch_model(again)), softmax)
     assert torch.equal(embeddings(unpatch_model(encoder)), softmax)
+
+
+def test_the_command_line_keeps_pooling_and_prompts(encoder, tmp_path):
+    encoder[1] = modules.Pooling(encoder[0].model.config.hidden_size, "cls")
+    encoder.prompts = {"query": "the mat", "document": ""}
+    encoder.save_pretrained(str(tmp_path / "softmax"))
+    words = ["patch", str(tmp_path / "softmax"), "favor+", "-o", str(tmp_path / "patched")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    again = SentenceTransformer(str(tmp_path / "patched"), device="cpu")
+    assert again.prompts == encoder.prompts
+    assert torch.equal(embeddings(again), embeddings(patch_model(encoder, "favor+")))
 
 
 def test_errors_and_choices_are_those_of_the_model_inside(encoder):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .command_line import errors_without_traceback, typed
-from .patch_model import Attention, Layers, Model, Options, Seed, load
+from .patch_model import Attention, Layers, Model, Options, Seed, copy_pooling, load
 from .texts import Texts, read_texts
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def convert(
                 "max_length": length,
             }
             document = _save(loaded, tokenizer, document, output)
+            copy_pooling(model, output)
         typer.echo(json.dumps(document, indent=2) if as_json else _summary(done, output, join))
 
 

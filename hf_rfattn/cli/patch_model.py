@@ -1,5 +1,6 @@
 """`hf-rfattn patch` and `hf-rfattn unpatch`: from a checkpoint to a new folder."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,6 +84,31 @@ def load(name: str) -> tuple[Any, Any]:
         return loaded, None
 
 
+def copy_pooling(name: str, folder: Path) -> None:
+    """Copy the files of an embedding model that say how sentence-transformers pools and prompts; without them it would
+    use defaults.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def copy(file: str) -> Path | None:
+        try:
+            found = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
+            content = found.read_bytes()
+        except (OSError, EntryNotFoundError):
+            return None  # most models have no such file
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(content)
+        return found
+
+    modules = copy("modules.json")
+    if modules:
+        parts = [entry["path"] for entry in json.loads(modules.read_text(encoding="utf-8"))]
+        inside = [f"{part}/{file}" for part in parts if part for file in ("config.json", "model.safetensors")]
+        for file in ("config_sentence_transformers.json", "sentence_bert_config.json", *inside):
+            copy(file)
+
+
 def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -> None:
     """Load a model and its tokenizer, change them, and save them into a new folder."""
     from ..results import new_folder
@@ -95,3 +121,4 @@ def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -
             typer.echo(f"{name} has no tokenizer to copy.", err=True)
         else:
             tokenizer.save_pretrained(partial)
+        copy_pooling(name, partial)
