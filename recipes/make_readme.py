@@ -85,6 +85,8 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
     for folder, title, tables in compared(documents):
         yield f"### {title}"
         yield f"From [{folder}]({results}{folder}). {options_of(tables)}"
+        if len({table.first.task for table in tables}) > 1:
+            yield overview(tables)
         yield from score_tables(tables, documents)
 
 
