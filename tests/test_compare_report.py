@@ -147,15 +147,6 @@ def test_a_row_at_chance():
     assert "| fmm | 52.0 (chance) | 65.0 % |" in markdown(table)
 
 
-def test_chance_of_earlier_results():
-    """A blind guess for accuracies, 0 for correlations, unknown otherwise."""
-    found = {}
-    for name, metric, value in (("rte", "accuracy", 0.54), ("cola", "matthews_correlation", 0.05), ("x", "f1", 0.1)):
-        (table,) = tables_of([document("snli", "softmax", value, metric=metric, task=name)])
-        found[name] = table.metric.chance, table.rows[0].learnt
-    assert found == {"rte": (0.5, False), "cola": (0.0, False), "x": (None, True)}
-
-
 def test_unreadable_results(tmp_path):
     with pytest.raises(ValueError, match="contains no results of a comparison"):
         read_comparison(tmp_path)
