@@ -50,6 +50,7 @@ def test_fields_are_spelt_as_the_command_line_does():
     ("words", "message"),
     [
         (["--learning-rat", "1"], "did you mean '--learning-rate'"),
+        (["--batch-size", "0", "--modle", "m"], "did you mean '--model'"),  # what is misspelt comes first
         (["--batch-size", "many"], "invalid int value"),
         (["--scheduler", "triangle"], "invalid choice"),
         (["--batch-size", "0"], "--batch-size must be above 0, not 0"),

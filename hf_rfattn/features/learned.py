@@ -15,19 +15,16 @@ from .maps import FeatureMap, LogLinearFeatures, Role, per_head_product, per_que
 from .projections import Projection, draw_projection, seeded_generator
 
 
-class HedgehogFeatures(FeatureMap):
-    """φ(x) = [softmax(Wx + b), softmax(-Wx - b)], W and b learned per head and role.
+class AffineFeatures(FeatureMap):
+    """Base class of maps that are functions of Wx + b, with W `[heads, rows, D]` and b learned per head and role.
 
-    W starts as `start_rows` fills it; b starts at zero.
+    W starts as the identity, followed by random orthogonal rows if there are more than D rows, or as random orthogonal
+    rows only if there are fewer. b starts at zero.
     """
 
-    log_linear = True
-
-    def __init__(self, num_heads: int, num_kv_heads: int, num_features: int, head_dim: int, seed: tuple[int, ...]):
+    def __init__(self, num_heads: int, num_kv_heads: int, rows: int, head_dim: int, seed: tuple[int, ...]):
         super().__init__()
-        self.num_features = num_features
         self.seed = seed
-        rows = num_features // 2
         self.query_weight = nn.Parameter(torch.empty(num_heads, rows, head_dim))
         self.key_weight = nn.Parameter(torch.empty(num_kv_heads, rows, head_dim))
         self.query_bias = nn.Parameter(torch.empty(num_heads, rows))
@@ -37,6 +34,34 @@ class HedgehogFeatures(FeatureMap):
     def tensors(self, role: Role) -> tuple[Tensor, Tensor]:
         return (self.query_weight, self.query_bias) if role == "query" else (self.key_weight, self.key_bias)
 
+    def multiply_adds(self) -> int:
+        return self.query_weight.shape[1] * self.query_weight.shape[2]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Reset to the initial values."""
+        if self.query_weight.is_meta:
+            return  # a checkpoint will fill them
+        rows, head_dim = self.query_weight.shape[1:]
+        start = torch.eye(head_dim, device="cpu")  # projections are drawn on the CPU
+        if rows != head_dim:
+            drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*self.seed))[0].float()
+            drawn = F.normalize(drawn, dim=-1)
+            start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
+        for weight, bias in ((self.query_weight, self.query_bias), (self.key_weight, self.key_bias)):
+            _fill(weight, start.repeat(len(weight), 1, 1))
+            bias.zero_()
+
+
+class HedgehogFeatures(AffineFeatures):
+    """φ(x) = [softmax(Wx + b), softmax(-Wx - b)]."""
+
+    log_linear = True
+
+    def __init__(self, num_heads: int, num_kv_heads: int, num_features: int, head_dim: int, seed: tuple[int, ...]):
+        super().__init__(num_heads, num_kv_heads, num_features // 2, head_dim, seed)
+        self.num_features = num_features
+
     def features(self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor) -> Features:
         x = per_head_product(x, weight, scale) + bias.to(x.dtype)[:, None]
         return Features(torch.cat([F.log_softmax(x, dim=-1), F.log_softmax(-x, dim=-1)], dim=-1))
@@ -44,34 +69,6 @@ class HedgehogFeatures(FeatureMap):
     def landmarks(self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor) -> list[Landmarks]:
         bias = bias.unsqueeze(1)
         return [Landmarks(weight, bias, None), Landmarks(-weight, -bias, None)]
-
-    def multiply_adds(self) -> int:
-        return self.query_weight.shape[1] * self.query_weight.shape[2]
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Reset to the initial values."""
-        start_rows(self.query_weight, self.key_weight, self.seed)
-        if not self.query_bias.is_meta:
-            self.query_bias.zero_()
-            self.key_bias.zero_()
-
-
-@torch.no_grad()
-def start_rows(query_weight: nn.Parameter, key_weight: nn.Parameter, seed: tuple[int, ...]) -> None:
-    """Initialize the weights `[heads, rows, D]` with the identity, followed by random orthogonal rows if there are more
-    than D rows, or with random orthogonal rows only if there are fewer.
-    """
-    if query_weight.is_meta:
-        return  # a checkpoint will fill them
-    rows, head_dim = query_weight.shape[1:]
-    start = torch.eye(head_dim, device="cpu")  # projections are drawn on the CPU
-    if rows != head_dim:
-        drawn = draw_projection("orthogonal", 1, rows, head_dim, seeded_generator(*seed))[0].float()
-        drawn = F.normalize(drawn, dim=-1)
-        start = torch.cat([start, drawn])[:rows] if rows > head_dim else drawn
-    for weight in (query_weight, key_weight):
-        _fill(weight, start.repeat(len(weight), 1, 1))
 
 
 START_TEMPERATURE = 0.25  # trained from here, real heads come closer to softmax than from 1

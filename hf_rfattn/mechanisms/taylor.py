@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..features.learned import start_rows
-from ..features.maps import FeatureMap, Role, per_head_product
+from ..features.learned import AffineFeatures
+from ..features.maps import per_head_product
 from ..ops import Features
 from .base import LinearMechanism
 from .config import MechanismConfig, check_at_least, option
@@ -33,25 +33,15 @@ class TaylorConfig(MechanismConfig):
         check_at_least(self, 1, "rank")
 
 
-class TaylorFeatures(FeatureMap):
-    """Monomials of up to second order of z = Wx + b, with W and b learned per head and role; W starts as rows of the
-    identity or random orthogonal rows, b at zero.
-    """
+class TaylorFeatures(AffineFeatures):
+    """Monomials of up to second order of z = Wx + b."""
 
     positive = False
     log_features = False
 
     def __init__(self, num_heads: int, num_kv_heads: int, rank: int, head_dim: int, seed: tuple[int, ...]):
-        super().__init__()
-        self.num_features, self.seed = (rank + 1) * (rank + 2) // 2, seed
-        self.query_weight = nn.Parameter(torch.empty(num_heads, rank, head_dim))
-        self.key_weight = nn.Parameter(torch.empty(num_kv_heads, rank, head_dim))
-        self.query_bias = nn.Parameter(torch.empty(num_heads, rank))
-        self.key_bias = nn.Parameter(torch.empty(num_kv_heads, rank))
-        self.reset_parameters()
-
-    def tensors(self, role: Role) -> tuple[Tensor, Tensor]:
-        return (self.query_weight, self.query_bias) if role == "query" else (self.key_weight, self.key_bias)
+        super().__init__(num_heads, num_kv_heads, rank, head_dim, seed)
+        self.num_features = (rank + 1) * (rank + 2) // 2
 
     def features(self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor) -> Features:
         z = per_head_product(x, weight, scale) + bias.to(x.dtype)[:, None]
@@ -64,15 +54,7 @@ class TaylorFeatures(FeatureMap):
         return torch.full((1, 1, 1), 0.5, device="cpu")
 
     def multiply_adds(self) -> int:
-        return self.query_weight.shape[1] * self.query_weight.shape[2] + self.num_features
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Reset to the initial values."""
-        start_rows(self.query_weight, self.key_weight, self.seed)
-        if not self.query_bias.is_meta:
-            self.query_bias.zero_()
-            self.key_bias.zero_()
+        return super().multiply_adds() + self.num_features
 
 
 class TaylorAttention(LinearMechanism):

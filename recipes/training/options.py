@@ -177,10 +177,11 @@ def parse_options(options: type[Any], arguments: Sequence[str] | None = None, de
     usage = "%(prog)s --model MODEL [options]"
     parser = _Parser(options, description=description, usage=usage, formatter_class=_Help, allow_abbrev=False)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parsed, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
+    _, unknown = parser.parse_known_args(words)  # before the options are checked: a misspelt one would be missing
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], [flag(f.name) for f in dataclasses.fields(options)])
         raise ValueError(f"Unknown option {unknown[0]!r}{hint}. --help describes all options.")
+    (parsed,) = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     return parsed
 
 
