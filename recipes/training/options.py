@@ -117,6 +117,7 @@ class RunOptions(CommonOptions):
     warmup: float = described("Warm-up steps, or a fraction of all steps if below 1.", 0.06)
     scheduler: Literal["linear", "cosine", "constant"] = described("Learning rate schedule after warm-up.", "linear")
     max_gradient_norm: float = described("Clip gradients to this norm; 0 disables clipping.", 1.0)
+    no_dropout: bool = described("Train without dropout. Distillation never uses dropout.", False)
     gradient_checkpointing: bool = described("Recompute activations in the backward pass to save memory.", False)
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
 

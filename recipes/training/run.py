@@ -101,7 +101,7 @@ class Training:
         self.order = TrainingOrder(len(prepared.train), options.batch_size, options.seed, lengths)
         self.steps = options.max_steps or math.ceil(options.epochs * self.order.size / options.batch_size)
         self.teacher = make_teacher(accelerator.device, self.model, options)
-        if self.teacher is not None:  # dropout would be noise in the distance to the teacher
+        if options.no_dropout or self.teacher is not None:  # it would be noise in the distance to the teacher
             for module in self.model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
