@@ -85,7 +85,7 @@ def convert(
     `batches`: batches as a tokenizer returns them, one per step and repeated as needed, or a single batch; or one or
     several texts. Texts need a `tokenizer`, which encodes `batch_size` of them at a time, truncated to `max_length`
     tokens. No labels are needed. `steps`: training steps. `learning_rate`: peak learning rate of Adam, with linear
-    warm-up and cosine decay. `seed`: random seed of the projections and the order of texts.
+    warm-up and decay. `seed`: random seed of the projections and the order of texts.
 
     `end_to_end`: fraction of the steps, at the end, in which every layer sees the outputs of the patched layers before
     it and gradients flow through the whole model, so that layers compensate each other's errors. 0 saves memory.
