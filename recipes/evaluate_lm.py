@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import hf_rfattn
 from hf_rfattn import MechanismConfig
 from hf_rfattn.bench.decode import cache_bytes
-from hf_rfattn.bench.timing import synchroniser
+from hf_rfattn.bench.measuring import synchroniser
 from hf_rfattn.results import (
     DASH,
     SOFTMAX,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rfattn
-from hf_rfattn.bench.memory import bytes_around
+from hf_rfattn.bench.measuring import bytes_around
 from hf_rfattn.results import DASH, Block, Table, in_bytes, new_result, read_result, write_result
 
 LAYERS = 2

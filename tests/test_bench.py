@@ -10,11 +10,10 @@ from support.commands import failure, run
 from support.models import tiny_gpt2, tiny_llama
 
 from hf_rfattn import mechanism_names, patch_model, results
-from hf_rfattn.bench import decode, loading, measuring, timing
+from hf_rfattn.bench import decode, loading, measuring
 from hf_rfattn.bench.decode import Decoder, cache_bytes
-from hf_rfattn.bench.measuring import Row, race
+from hf_rfattn.bench.measuring import Competitor, Row, interleave, median_ratio, race, spread, threads
 from hf_rfattn.bench.settings import DecodeSettings
-from hf_rfattn.bench.timing import Competitor, interleave, median_ratio, spread, threads
 from hf_rfattn.integration.cache import RecurrentLayer
 from hf_rfattn.integration.cost import attention_cost
 from hf_rfattn.mechanisms import resolve_config
@@ -78,34 +77,28 @@ def test_competitors_are_interleaved():
         )
         for name, seconds in costs.items()
     }
-    finished = []
-    seconds = interleave(
-        competitors,
-        repetitions=5,
-        warmup=2,
-        synchronise=lambda: clock.log.append("wait"),
-        clock=clock,
-        after_each=finished.append,
-    )
+    wait = lambda: clock.log.append("wait")  # noqa: E731
+    seconds = interleave(competitors, repetitions=5, warmup=2, synchronise=wait, clock=clock)
     assert seconds == {name: [cost] * 5 for name, cost in costs.items()}  # what prepares is off the clock
+    finished = [entry for entry in clock.log if entry in costs]
     units = [clock.log[i : i + 6] for i in range(0, len(clock.log), 6)]
     assert units == [[f"prepare {name}", "wait", "read", name, "wait", "read"] for name in finished]
     rounds = ["".join(finished[i : i + 3]) for i in range(0, len(finished), 3)]
     assert len(rounds) == 7 and all(Counter(order) == Counter("abc") for order in rounds)
     assert len(set(rounds)) > 1
-    again = []
-    interleave(competitors, repetitions=5, warmup=2, clock=clock, after_each=again.append)
-    assert again == finished
+    clock.log.clear()
+    interleave(competitors, repetitions=5, warmup=2, clock=clock)
+    assert [entry for entry in clock.log if entry in costs] == finished
 
 
 def test_rows_that_do_not_fit_into_a_gpu_are_left_out(monkeypatch):
     def too_large():
         raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate 40 GiB")
 
-    monkeypatch.setattr(measuring, "synchroniser", lambda device: timing.nothing)
+    monkeypatch.setattr(measuring, "synchroniser", lambda device: measuring.nothing)
     softmax, own = Row("softmax"), Row("favor+")
     settings = DecodeSettings(device="cuda", repetitions=2)
-    found = race({softmax: Competitor(too_large), own: Competitor(timing.nothing)}, settings)
+    found = race({softmax: Competitor(too_large), own: Competitor(measuring.nothing)}, settings)
     assert found.left_out == {softmax: "OutOfMemoryError: CUDA out of memory. Tried to allocate 40 GiB"}
     assert found.times(own)["speed_over_softmax"] is None and "first_call_seconds" not in found.times(own)
 

@@ -10,8 +10,8 @@ from support.commands import QUICK_OPS, failure, run
 
 from hf_rfattn import build_mechanism, results
 from hf_rfattn.bench import ops
+from hf_rfattn.bench.measuring import Competitor, interleave, median_ratio
 from hf_rfattn.bench.report import cells_of, crossover, report, rows_of, speed_table
-from hf_rfattn.bench.timing import Competitor, interleave, median_ratio
 from hf_rfattn.results import measured_crossover
 from hf_rfattn.results import plots as plotting
 
@@ -120,13 +120,13 @@ def test_tables_and_plots_need_the_document_alone(result):
 
 
 def made_up():
-    """A document of an earlier version: favor+ crosses softmax between 128 and 512."""
-    shared = {"causal": False, "training": False, "dtype": "float32"}
+    """A document in which favor+ crosses softmax between 128 and 512."""
+    shared = {"causal": False, "training": False, "dtype": "float32", "path": "torch"}
     cells = []
     for length, softmax, own in ((128, 1, 4), (512, 16, 8), (2048, 256, 32)):
-        for kind, name, features, time in (("softmax", "softmax", None, softmax), ("mechanism", "favor+", 64, own)):
+        for name, features, time in (("softmax", None, softmax), ("favor+", 64, own)):
             spread = {"median": time, "lower": time, "upper": time, "count": 3}
-            cells.append({"kind": kind, "name": name, "features": features, "length": length, **shared})
+            cells.append({"attention": name, "features": features, "length": length, **shared})
             cells[-1] |= {"milliseconds": spread, "speed_over_softmax": softmax / time}
     shape = {"batch": 1, "heads": 12, "head_dim": 64}
     return {"kind": "bench ops", "cells": cells, "hardware": results.hardware(), "shape": shape}

@@ -83,8 +83,7 @@ def test_the_base_needs_no_extra(tmp_path):
 @pytest.mark.parametrize(
     ("package", "words"),
     [
-        ("psutil", ["bench", "decode"]),
-        ("matplotlib", ["bench", "ops"]),
+        ("matplotlib", ["bench", "decode"]),
         ("matplotlib", ["study", "gram"]),
         ("datasets", ["convert", "bert", "hedgehog", "--data", "me/texts", "-o", "out"]),
     ],

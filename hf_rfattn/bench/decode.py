@@ -29,10 +29,9 @@ from ..integration.cache import RecurrentLayer
 from ..ops.multipole_causal import Context
 from ..results import SOFTMAX
 from .loading import describe, load_model, named_configs, share_weights
-from .measuring import COMPILED, Document, Progress, Race, Row, measure_rounds, measuring, no_progress
+from .measuring import COMPILED, Competitor, Document, Progress, Race, Row, measure_rounds, measuring, no_progress
 from .report import report
 from .settings import DecodeSettings
-from .timing import Competitor
 
 __all__ = ["Decoder", "cache_bytes", "measure", "report"]
 

@@ -1,32 +1,38 @@
-"""Shared code of all benchmarks: creates the result document and times attention on several paths.
+"""Shared code of all benchmarks: creates the result document, times attention on several paths and measures memory.
 
 A path is a way to run a mechanism: plain torch operations, the same compiled with `torch.compile`, or fused GPU kernels
 (`ops.backend`). All paths and softmax are timed alternately in one race. A path that cannot be measured is left out,
 and the reason is recorded. Times include kernel launches and end when the device has finished.
 """
 
+import ctypes
+import gc
+import random
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..ops import backend
 from ..results import SOFTMAX, load_average, name_of, new_result, rounded
-from .memory import bytes_around
 from .settings import PATHS, Settings
-from .timing import Competitor, interleave, median_ratio, spread, synchroniser, threads
 
 TORCH, COMPILED, FUSED = PATHS
 BACKENDS = {TORCH: "torch", COMPILED: "torch", FUSED: "auto"}
 WARMUP = 1  # number of warm-up repetitions
+FEWEST = 2  # minimum number of repetitions of slow competitors
 PROGRAMS = 256  # recompile limit of torch.compile per function, which several models share
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Document = dict[str, Any]
 Progress = Callable[[float, str], Any]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def no_progress(share: float, doing: str) -> None:
@@ -58,6 +64,30 @@ def measuring(kind: str, settings: Settings) -> Iterator[Document]:
         result |= {"settings": asdict(settings) | model, "warmup": WARMUP, "cells": [], "left_out": []}
         yield result
     result |= {"load_average_end": load_average(), "wall_time_seconds": round(time.perf_counter() - started, 1)}
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[int]:
+    """Context manager that sets the number of torch threads; None leaves it unchanged."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Competitor:
+    """Something to time. `run` is timed, `prepare`, called before it, is not. `steps`: number of steps per run."""
+
+    run: Callable[[], Any]
+    prepare: Callable[[], Any] = nothing
+    steps: int = 1
 
 
 class Row(NamedTuple):
@@ -164,3 +194,110 @@ def _first_call(
         return seconds, None
     problems = "; ".join(f"{operator}: {problem}" for operator, problem in decisions.items())
     return seconds, problems or "it calls no operator that has a fused kernel"
+
+
+def interleave(
+    competitors: Mapping[Name, Competitor],
+    repetitions: int,
+    *,
+    warmup: int = 1,
+    seed: int = 0,
+    max_seconds: float | None = None,
+    synchronise: Callable[[], Any] = nothing,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Name, list[float]]:
+    """Time all competitors and return the seconds of each run.
+
+    One repetition runs every competitor once, in random order, so that a temporary slowdown of the machine affects all
+    of them. The first `warmup` repetitions are not counted. A competitor whose repetitions would take longer than
+    `max_seconds`, judging by its last warm-up, takes part in the first repetitions only, at least `FEWEST`.
+    `synchronise` waits for the device before the clock is read.
+
+    >>> seconds = interleave({"a": Competitor(nothing), "b": Competitor(lambda: sum(range(100)))}, repetitions=3)
+    >>> len(seconds["a"]), len(seconds["b"])
+    (3, 3)
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in competitors}
+    names = list(competitors)
+    counts = dict.fromkeys(names, repetitions)
+    shuffle = random.Random(seed).shuffle
+    for repetition in range(-warmup, repetitions):
+        shuffle(names)
+        for name in names:
+            if repetition >= counts[name]:
+                continue
+            competitors[name].prepare()
+            synchronise()
+            start = clock()
+            competitors[name].run()
+            synchronise()
+            elapsed = clock() - start
+            if repetition >= 0:
+                seconds[name].append(elapsed)
+            elif max_seconds is not None and elapsed > 0:
+                counts[name] = min(repetitions, max(FEWEST, int(max_seconds / elapsed)))
+    return seconds
+
+
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles, rounded to four significant digits.
+
+    >>> spread([1, 2, 3, 4, 100])
+    {'median': 3.0, 'lower': 2.0, 'upper': 4.0, 'count': 5}
+    """
+    quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+    lower, median, upper = map(rounded, quartiles)
+    return {"median": median, "lower": lower, "upper": upper, "count": len(samples)}
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median of the ratios within repetitions, which varies less than the ratio of the medians.
+
+    Uses only the repetitions in which both took part.
+
+    >>> median_ratio([2, 20, 200], [1, 10, 40, 1, 1])
+    2.0
+    """
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=False))
+
+
+def synchroniser(device: torch.device) -> Callable[[], Any]:
+    """Return a function that waits for the device."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else nothing
+
+
+def bytes_around(run: Callable[[], object], device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes in use before a run and at its peak; None where unknown (on a CPU, other systems than Linux).
+
+    On a CPU, these are resident sets of the process. `ru_maxrss` cannot be reset and is inherited from the parent.
+
+    >>> around = bytes_around(lambda: torch.ones(2**22), torch.device("cpu"))
+    >>> around is None or around[1] - around[0] > 2**23
+    True
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return before, torch.cuda.max_memory_allocated(device)
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    # Freed memory that the allocator keeps would hide what the run uses.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    before = resident_bytes("VmRSS")
+    reset.write_text("5")  # resets the peak
+    run()
+    return before, resident_bytes("VmHWM")
+
+
+def resident_bytes(name: str) -> int:
+    """Size of the resident set of this process: VmRSS, now, or VmHWM, its peak. 0 on other systems than Linux."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), 0)

@@ -31,6 +31,7 @@ from .measuring import (
     COMPILED,
     FUSED,
     TORCH,
+    Competitor,
     Document,
     Progress,
     Race,
@@ -41,7 +42,6 @@ from .measuring import (
 )
 from .report import Cell, cells_of, report
 from .settings import ModelSettings
-from .timing import Competitor
 
 __all__ = ["measure", "report", "speed_documents"]
 

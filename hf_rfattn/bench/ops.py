@@ -19,10 +19,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..mechanisms import MechanismConfig, build_mechanism
 from ..results import SOFTMAX
 from .loading import named_configs
-from .measuring import COMPILED, DTYPES, Document, Progress, Race, Row, measure_rounds, measuring, no_progress
+from .measuring import (
+    COMPILED,
+    DTYPES,
+    Competitor,
+    Document,
+    Progress,
+    Race,
+    Row,
+    measure_rounds,
+    measuring,
+    no_progress,
+)
 from .report import report
 from .settings import OpsSettings
-from .timing import Competitor
 
 __all__ = ["configs", "measure", "report"]
 

@@ -1,4 +1,4 @@
-"""Tables and plot of a benchmark from its result document; also reads documents of earlier versions.
+"""Tables and plot of a benchmark from its result document.
 
 A cell is one attention on one path at one length. A round is a set of cells with equal other labels: direction and pass
 in `bench ops`, pass in `bench model`, batch in `bench decode`.
@@ -30,15 +30,8 @@ STYLES: dict[str, dict[str, Any]] = {TORCH: {}, COMPILED: {"linestyle": ":"}, FU
 
 
 def cells_of(result: Document) -> list[Cell]:
-    """All cells by length, with the same field names for all benchmarks."""
-    found = []
-    for cell in result["cells"]:
-        if cell.get("kind", SOFTMAX) in (SOFTMAX, "mechanism"):
-            old = {"attention": cell.get("name"), "length": cell.get("context"), "features": None, "path": TORCH}
-            old |= {"milliseconds": cell.get("ms_per_token"), "speed_over_softmax": 1.0}
-            if "ms_per_token" in cell:
-                old["speed_over_softmax"] = cell["tokens_per_second_over_softmax"]
-            found.append({**old, "bytes": cell.get("step_bytes") or cell.get("cache_bytes"), **cell})
+    """All cells by length, each with `bytes`, its memory if that was measured."""
+    found = [{**cell, "bytes": cell.get("step_bytes") or cell.get("cache_bytes")} for cell in result["cells"]]
     return sorted(found, key=lambda cell: cell["length"])
 
 

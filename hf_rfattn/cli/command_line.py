@@ -17,7 +17,6 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 # Packages that not everybody needs, and the extra that each comes with.
 EXTRAS = {
     "matplotlib": "plots",
-    "psutil": "bench",
     "rich": "bench",
     "accelerate": "recipes",
     "datasets": "recipes",
