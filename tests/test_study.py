@@ -17,8 +17,7 @@ from hf_rfattn import study as studies
 from hf_rfattn.features import KERNELS, FourierFeatures, kernel_matrix
 from hf_rfattn.features.projections import seeded_generator
 from hf_rfattn.mrf import LinearChainMRF
-from hf_rfattn.study import STUDIES, heads, pretrained, rank, study_class
-from hf_rfattn.study.base import mean_columns, run_study, write_study
+from hf_rfattn.study import STUDIES, heads, mean_columns, pretrained, rank, study_class
 from hf_rfattn.study.gram import GramStudy, frequencies
 from hf_rfattn.study.markov_fields import MrfStudy, Point, scaled_log_partition
 from hf_rfattn.study.mse import Draw, draw_rows
@@ -66,8 +65,8 @@ def finished(request, bert, tmp_path_factory):
     """Each study once, with its files."""
     study, output, told = small(request.param, bert), tmp_path_factory.mktemp("study") / "new" / "folder", []
     torch.manual_seed(5)
-    result = run_study(study, told.append)
-    write_study(study, result, output)
+    result = study.run(told.append)
+    study.write(result, output)
     assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(5)))  # the global RNG
     assert told and all(told)
     return study, result, output
@@ -97,7 +96,7 @@ def test_tables_and_figures_need_the_document_alone(finished):
 
 def test_a_study_repeats_itself(finished, bert):
     study, result, _ = finished
-    assert run_study(small(study.name, bert))["rows"] == result["rows"]
+    assert small(study.name, bert).run()["rows"] == result["rows"]
 
 
 def test_full_studies_are_larger():
@@ -158,7 +157,7 @@ def test_frequencies_are_those_of_the_kernel(kernel, projection):
 
 def test_gram_claims():
     """Rate of -1/2; orthogonal rows help the Gaussian with pairs, hardly with phases; Hadamard errs for Laplace."""
-    result = run_study(GramStudy(features=(32, 2048), draws=8, length=24))
+    result = GramStudy(features=(32, 2048), draws=8, length=24).run()
     error = {(r["kernel"], r["form"], r["projection"], r["features"]): r["error"] for r in result["rows"]}
     for kernel in KERNELS:
         for form in ("sincos", "cos"):
@@ -218,7 +217,7 @@ def test_captured_attention_is_that_of_the_model(kind, request):
 
 def test_heads_are_measured_as_attention_error_does(bert):
     study = small("heads", bert)
-    result = run_study(study)
+    result = study.run()
     kinds = {options["mechanism"] for options in study.estimators.values()}
     assert kinds == set(mechanism_names()) and len(result["rows"]) == len(study.estimators) * 2 * 4
     model, batch = pretrained.load(bert, pretrained.read_text(None), 24)

@@ -23,7 +23,6 @@ from ..results import (
     times,
 )
 from .measuring import COMPILED, FUSED, TORCH, Document
-from .panels import Line, Panel, draw
 
 Cell = dict[str, Any]
 STYLES: dict[str, dict[str, Any]] = {TORCH: {}, COMPILED: {"linestyle": ":"}, FUSED: {"linestyle": "-."}}
@@ -123,6 +122,8 @@ def _table(
 
 def plot(result: Document) -> Any:
     """Plot time by length on log-log axes, one panel per round, and the memory of the last round."""
+    from ..results.plots import Line, Panel, draw
+
     panels = []
     for name, rows in groupby(rows_of(result), key=lambda found: found[0]):
         lines: list[Line] = []

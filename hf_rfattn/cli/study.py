@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..study import STUDIES
+from ..study import STUDIES, study_class
 from .command_line import errors_without_traceback, progress_bar
 
 MODEL = (
@@ -43,8 +43,6 @@ def study(
     """
     with errors_without_traceback():
         from ..results import print_blocks
-        from ..study import study_class
-        from ..study.base import run_study, write_study
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")
@@ -53,8 +51,8 @@ def study(
         given = {key: value for key, value in given.items() if value is not None}
         chosen = study_class(name).make(full=full, seed=seed, **given)
         with progress_bar(name) as show:
-            result = run_study(chosen, show)
-        written = write_study(chosen, result, output)
+            result = chosen.run(show)
+        written = chosen.write(result, output)
         if as_json:
             typer.echo(json.dumps(result, indent=2))
             return

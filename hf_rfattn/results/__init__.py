@@ -3,7 +3,7 @@
 - `documents.py`: fields that all documents share (commit, versions, hardware, seed), atomic writes, removal of paths.
 - `schema.py`: validation of the documents that cards and comparisons read.
 - `report.py`: reports as lists of blocks, rendered as Markdown, HTML or in the terminal; formatting of numbers.
-- `plots.py`: the style of plots. It imports matplotlib, so it is not imported here.
+- `plots.py`: line plots in one style. It imports matplotlib, so it is not imported here.
 - `fingerprint.py`: digests of checkpoints.
 
 This subpackage uses no other part of the package.

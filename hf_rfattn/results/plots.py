@@ -1,8 +1,8 @@
-"""Plot style: each mechanism or projection has the same colour and marker in all plots."""
+"""Line plots of benchmarks and studies: a mechanism or projection has the same colour and marker in all plots."""
 
-import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,26 +38,88 @@ def line_style(name: str) -> dict[str, Any]:
     return {"color": color, "marker": marker, "linestyle": "--" if name == BASELINE else "-"}
 
 
-def draw_line(axes: Axes, x: Any, y: Any, band: tuple[Any, Any] | None = None, **style: Any) -> None:
-    """Draw a line with an optional band from low to high."""
-    axes.plot(x, y, **style)
-    if band is not None:
-        axes.fill_between(x, *band, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def rate_line(axes: Axes, x: Sequence[int], start: float, power: float, label: str) -> None:
-    """Draw a thin reference line start · (x / x₀)^power."""
-    y = [start * (each / x[0]) ** power for each in x]
-    axes.plot(x, y, color="black", linewidth=0.8)
-    middle = len(x) // 2
-    axes.annotate(label, (x[middle], y[middle]), xytext=(4, 4), textcoords="offset points")
-
-
-def log_log(axes: Axes, ticks: Sequence[float]) -> None:
-    """Make both axes logarithmic, with plain numbers and a tick at every measured size (fewer if there are many).
-
-    Call it last: the ticks on the y axis depend on its range.
+@dataclass(frozen=True)
+class Line:
+    """A line with an optional `band` from low to high. `name`: key of its colour and marker in `STYLES`, by default its
+    label; `style`: overrides.
     """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    name: str = ""
+    style: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines on logarithmic axes, or over `categories` on linear ones.
+
+    `rate`: exponent and label of a reference line. `break_even`: lengths to mark on the softmax line, each with the
+    name that determines its colour.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+    rate: tuple[float, str] | None = None
+    break_even: Sequence[tuple[int, str]] = ()
+    categories: Sequence[Any] = ()
+
+
+def lines_of(
+    rows: Iterable[Mapping[str, Any]], x: str, y: str, by: str, styles: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Line]:
+    """One line for each value of the column `by`: column y against column x, with a band from low to high."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[by], []).append(row)
+    lines = []
+    for name, own in groups.items():
+        columns = {key: [row[key] for row in own] for key in (x, y, "low", "high")}
+        style = (styles or {}).get(name, {})
+        lines.append(Line(name, columns[x], columns[y], (columns["low"], columns["high"]), style=style))
+    return lines
+
+
+def draw(title: str, grid: Sequence[Sequence[Panel]], width: float = 5.0) -> Figure:
+    """Draw a grid of panels with one legend."""
+    figure = Figure(figsize=(width * len(grid[0]), 3.7 * len(grid) + 1.2), layout="constrained")
+    panels = [panel for line in grid for panel in line]
+    for axes, panel in zip(figure.subplots(len(grid), len(grid[0]), squeeze=False).flat, panels, strict=True):
+        _draw(axes, panel)
+    title_and_legend(figure, title)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    for line in panel.lines:
+        style = line_style(line.name or line.label) | {"markersize": 5, "label": line.label} | dict(line.style)
+        axes.plot(line.x, line.y, **style)
+        if line.band is not None:
+            axes.fill_between(line.x, *line.band, color=style["color"], alpha=0.15, linewidth=0)
+    axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+    axes.grid(alpha=0.3)
+    if panel.categories:
+        axes.set_xticks(range(len(panel.categories)), panel.categories)
+        return
+    x = sorted({x for line in panel.lines for x in line.x})
+    if panel.rate is not None:  # a thin line proportional to x^power
+        power, label = panel.rate
+        start = 1.3 * max(y for line in panel.lines for y in line.y)
+        y = [start * (each / x[0]) ** power for each in x]
+        axes.plot(x, y, color="black", linewidth=0.8)
+        axes.annotate(label, (x[len(x) // 2], y[len(x) // 2]), xytext=(4, 4), textcoords="offset points")
+    _make_logarithmic(axes, x)
+    softmax = next((line for line in panel.lines if line.label == SOFTMAX), None)
+    for number, (length, name) in enumerate(panel.break_even if softmax else ()):
+        _mark_crossover(axes, length, softmax, number, line_style(name)["color"])
+
+
+def _make_logarithmic(axes: Axes, ticks: Sequence[float]) -> None:
+    """Make both axes logarithmic, with plain numbers and a tick at every measured size (fewer if there are many)."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     shown = ticks[:: 1 + len(ticks) // 9]
@@ -69,23 +131,15 @@ def log_log(axes: Axes, ticks: Sequence[float]) -> None:
     if high < 1e6:
         axes.yaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_minor_formatter("")
-    axes.grid(alpha=0.3)
 
 
-def mark_crossover(
-    axes: Axes, length: float, softmax: Mapping[int, float], number: int, color: str, alpha: float = 1.0
-) -> None:
-    """Mark a break-even length with a ring on the softmax line and a label below. Call it after `log_log`.
-
-    `number`: index of the mark, so that labels do not overlap.
-    """
-    lengths = sorted(softmax)
-    logs = [math.log(softmax[each]) for each in lengths]
-    time = math.exp(np.interp(math.log(length), [math.log(each) for each in lengths], logs))
+def _mark_crossover(axes: Axes, length: int, softmax: Any, number: int, color: str) -> None:
+    """Mark a break-even length with a ring on the softmax line and a label below, at one of four heights."""
+    time = np.exp(np.interp(np.log(length), np.log(softmax.x), np.log(softmax.y)))
     bottom = axes.get_ylim()
     label = "break-even with softmax" if number == 0 else None
-    axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, alpha=alpha, label=label)
-    axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5 * alpha, linewidth=0.8)
+    axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, label=label)
+    axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5, linewidth=0.8)
     axes.set_ylim(bottom)
     height = 0.02 + 0.045 * (number % 4)
     axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), fontsize=8, color=color)

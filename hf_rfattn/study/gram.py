@@ -20,11 +20,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..bench.panels import Panel, draw, lines_of
 from ..features import KERNELS, FourierFeatures, kernel_matrix
 from ..features.projections import seeded_generator
 from ..results import Table, number
-from .base import Advance, Result, Study, mean_columns, rows_with
+from ..results.plots import Panel, draw, lines_of
+from . import Advance, Result, Study, mean_columns, rows_with
 from .mse import draw_rows
 
 FORMS = {"sincos": "sine and cosine", "cos": "cosine with a phase"}

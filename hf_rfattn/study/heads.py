@@ -19,7 +19,7 @@ from ..bench.loading import patch_quietly
 from ..mechanisms import mechanism_names, resolve_config
 from ..results import Table
 from ..results.plots import BASELINE
-from .base import Advance, Result, Study, rows_with
+from . import Advance, Result, Study, rows_with
 from .pretrained import Captured, capture, describe, load, read_text
 
 NEAR, FAR = "near", "far"

@@ -13,11 +13,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..bench.panels import Panel, draw, lines_of
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
 from ..results import Table, number
-from .base import Advance, Result, Study, mean_columns, rows_with
+from ..results.plots import Panel, draw, lines_of
+from . import Advance, Result, Study, mean_columns, rows_with
 
 ONE, MANY = "one draw", "a draw a transition"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # label and style; colours of Okabe and Ito

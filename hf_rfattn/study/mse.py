@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from ..bench.panels import Panel, draw, lines_of
 from ..features import FourierFeatures, PositiveFeatures, draw_projection
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
 from ..results import Table, number
-from .base import Advance, Result, Study, mean_columns, rows_with
+from ..results.plots import Panel, draw, lines_of
+from . import Advance, Result, Study, mean_columns, rows_with
 
 KINDS = {"sincos": "sine and cosine", "positive": "positive"}
 INPUTS = {"normal": "normal inputs", "sparse": "sparse inputs"}

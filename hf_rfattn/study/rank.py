@@ -17,9 +17,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..bench.panels import Line, Panel, draw
 from ..results import Table, rounded
-from .base import Advance, Result, Study, rows_with
+from ..results.plots import Line, Panel, draw
+from . import Advance, Result, Study, rows_with
 from .pretrained import capture, describe, load, read_text
 
 MEASURES = {"frobenius": "the whole matrix", "own": "what remains"}
