@@ -152,7 +152,7 @@ def test_decode_writes_a_result(result):
     assert result["hardware"]["threads"] == 1 and result["settings"]["tokens"] == 2
     assert result["settings"]["contexts"] == [32, 64] and result["settings"]["model"] != str(result["output"])
     assert result["command"].startswith("hf-rfattn bench decode --model gpt2")
-    assert " --contexts 64,32 --tokens 2 " in result["command"] and "output" not in result["command"]
+    assert " --contexts 64,32 --batch 2 " in result["command"] and "output" not in result["command"]
     assert result["attention"] == {name: resolve_config(name).to_dict() for name in mechanism_names()}
     cells = {(c["attention"], c["batch"], c["length"]) for c in result["cells"]}
     names = ["softmax", decode.STATIC, *mechanism_names()]

@@ -16,10 +16,9 @@ from hf_rfattn import attention_error, mechanism_names, patch_model
 from hf_rfattn import study as studies
 from hf_rfattn.features import KERNELS, FourierFeatures, kernel_matrix
 from hf_rfattn.features.projections import seeded_generator
-from hf_rfattn.mrf import LinearChainMRF
 from hf_rfattn.study import STUDIES, heads, mean_columns, pretrained, rank, study_class
 from hf_rfattn.study.gram import GramStudy, frequencies
-from hf_rfattn.study.markov_fields import MrfStudy, Point, scaled_log_partition
+from hf_rfattn.study.markov_fields import MrfStudy, Point
 from hf_rfattn.study.mse import Draw, draw_rows
 
 ROOT = Path(__file__).parent.parent
@@ -265,11 +264,6 @@ def test_mrf_claims():
     assert error("one draw", features=1024) < 0.45 * one
     assert error("a draw a transition", states=4) > 1.5 * many
     assert error("one draw", squared_norm=2.0) > error("denominators", squared_norm=2.0) > one
-
-
-def test_the_exact_forward_algorithm():
-    chain = LinearChainMRF(torch.randn(20, 4, dtype=torch.float64), length=50)
-    assert float(scaled_log_partition(chain)) == pytest.approx(float(chain.log_partition()), abs=1e-9)
 
 
 # What is committed

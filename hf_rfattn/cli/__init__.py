@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """The first level: its help lists commands by purpose and fits one screen."""
+    """The first level: its help lists commands by purpose and fits one screen. Commands find their words in `obj`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}

@@ -102,21 +102,10 @@ def progress_bar(doing: str) -> Iterator[Callable[..., None]]:
 
 def typed(context: typer.Context) -> str:
     """The command as it was typed, without the options for its output: it reproduces a result."""
-    words = [str(context.info_name)]
-    above = context.parent
-    while above is not None and above.parent is not None:
-        words.insert(0, str(above.info_name))
-        above = above.parent
-    for parameter in context.command.params:
-        name, value = str(parameter.name), context.params.get(str(parameter.name))
-        source = context.get_parameter_source(name)
-        if name in ("output", "as_json") or source is None or source.name != "COMMANDLINE":
-            continue
-        if parameter.param_type_name == "argument":
-            words += value if isinstance(value, (list, tuple)) else [str(value)]
-        elif getattr(parameter, "is_flag", False):
-            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
-        else:
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                words += [parameter.opts[0], str(each)]
-    return shlex.join(["hf-rfattn", *words])
+    words, kept = iter(context.find_root().obj), ["hf-rfattn"]
+    for word in words:
+        if word in ("-o", "--output"):
+            next(words)
+        elif word != "--json" and not word.startswith("--output="):
+            kept.append(word)
+    return shlex.join(kept)

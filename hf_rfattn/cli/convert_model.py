@@ -273,7 +273,7 @@ def _state(output: Path, before: dict[str, Any] | None, settings: dict[str, Any]
 def _save(model: Any, tokenizer: Any, document: dict[str, Any], output: Path) -> dict[str, Any]:
     """Model, tokenizer, result file and model card; returns the document of the result file."""
     from .. import write_card
-    from ..hub.folder import CheckpointFolder
+    from ..hub.cards import CheckpointFolder
     from ..results import RESULTS, parse_result, without_folders, write_result
 
     model.save_pretrained(output)

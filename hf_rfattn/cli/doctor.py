@@ -3,15 +3,13 @@
 import json
 import platform
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
 from .command_line import errors_without_traceback, progress_bar
 
-PACKAGES = ("torch", "transformers", "triton", "fla-core", "accelerate")
+PACKAGES = ("hf-rfattn", "torch", "transformers", "triton", "fla-core", "accelerate")
 LENGTH, HEAD_DIM = 200, 64
 
 
@@ -45,21 +43,14 @@ def report() -> dict[str, Any]:
     import torch
 
     from ..ops import backend
+    from ..results.documents import versions
 
-    versions: dict[str, str | None] = {"hf-rfattn": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    versions["cuda"], versions["rocm"] = torch.version.cuda, torch.version.hip
-    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return {
-        "versions": versions,
+        "versions": versions(*PACKAGES) | {"cuda": torch.version.cuda, "rocm": torch.version.hip},
         "platform": platform.platform(),
         "backend": backend.get_backend(),
         "operators": {operator: backend.missing(operator) for operator in backend.OPERATORS},
-        "devices": [_of_device(device) for device in devices],
+        "devices": [_of_device(torch.device("cuda", number)) for number in range(torch.cuda.device_count())],
     }
 
 

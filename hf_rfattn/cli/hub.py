@@ -24,8 +24,7 @@ def card(
     The card is made from the checkpoint in DIR and the result files in DIR/results.
     """
     with errors_without_traceback():
-        from ..hub.cards import write_card
-        from ..hub.folder import CheckpointFolder
+        from ..hub.cards import CheckpointFolder, write_card
         from ..results import RESULTS, read_results, write_result
 
         inside = CheckpointFolder(folder).path / RESULTS

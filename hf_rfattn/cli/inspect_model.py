@@ -11,7 +11,6 @@ from .patch_model import Model, Options
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from ..integration.discovery import AttentionSite
     from ..mechanisms import Mechanism, MechanismConfig
@@ -61,6 +60,7 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
     import transformers
 
     from .. import attention_error
+    from ..bench.loading import patch_quietly
     from ..integration.cost import crossover_length, is_causal
     from ..integration.discovery import find_attention
     from ..integration.positions import learned_positions
@@ -72,7 +72,7 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
     with torch.device("meta"):
         model = cls.from_config(model_config) if hasattr(cls, "from_config") else cls(model_config)
     sites = find_attention(model)
-    _patch(model, config)
+    patch_quietly(model, config)  # patch_model's warnings are part of the report
     dtype = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
     patched: list[tuple[Mechanism, bool]] = [(s.module.rf, is_causal(s)) for s in sites if s.module.rf is not None]  # type: ignore[misc]
@@ -90,20 +90,9 @@ def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str
     if text is not None:
         loaded = cls.from_pretrained(name, trust_remote_code=False).eval()
         batch = first_tokens(text, name, loaded, MOST_TOKENS)
-        _patch(loaded, config)
+        patch_quietly(loaded, config)
         report |= {"tokens": batch["input_ids"].numel(), "error": attention_error(loaded, batch)}
     return report
-
-
-def _patch(model: "PreTrainedModel", config: "MechanismConfig") -> None:
-    """patch_model itself, so that what is shown is what it does; its warnings are part of the report."""
-    import warnings
-
-    from .. import patch_model
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        patch_model(model, config)
 
 
 def _module(site: "AttentionSite") -> dict[str, Any]:

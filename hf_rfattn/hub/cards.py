@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,22 @@ from ..results import (
     CONTROLS,
     DASH,
     RESULTS,
-    Block,
     Result,
     Table,
     as_markdown,
+    checkpoint_fingerprint,
     in_bytes,
     number,
     read_result,
     read_results,
     results_fingerprint,
+    weight_files,
     without_folders,
     write_result,
     write_whole,
 )
-from .folder import CARD, CheckpointFolder
-from .scores import ScoreTable, details, label_of, make_tables
+from ..results.fingerprint import CONFIG, WEIGHTS
+from .scores import details, label_of, make_tables
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # name of a model or dataset on the Hub
 FINGERPRINT, RESULTS_FINGERPRINT = "rfattn_checkpoint_sha256", "rfattn_results_sha256"
@@ -44,28 +46,57 @@ PIPELINES = {  # by the end of the model class's name
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
 }
-LOADING = """Install hf-rfattn: {install}. Then:
-
-```python
-import hf_rfattn  # before loading
-{code}
-```"""
 POOLINGS = {"cls": "hidden state of the first token", "mean": "mean of all hidden states"}
-THIS = "**this model**: "
+CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class Card:
-    """The contents of a card."""
+class CheckpointFolder:
+    """A folder with a patched checkpoint. Raises ValueError if it has none."""
 
-    folder: CheckpointFolder
-    own: list[Result]  # task results of this checkpoint
-    tables: list[ScoreTable]  # these, with other results of the same budget
-    timings: list[Result]
-    transfers: list[Result]
-    base_model: str | None
-    license: str | None
-    address: str  # argument of from_pretrained
+    path: Path
+
+    def __post_init__(self) -> None:
+        if not (self.path / CONFIG).is_file():
+            raise ValueError(f"{self.path} is not a checkpoint: it has no {CONFIG}.")
+        if not self.specs:
+            raise ValueError(
+                f"{self.path} is not a patched checkpoint: its config.json has no key 'rfattn'. "
+                "Call hf_rfattn.patch_model and model.save_pretrained first."
+            )
+        if not weight_files(self.path):
+            raise ValueError(f"{self.path} has no weights: neither {WEIGHTS} nor shards of it.")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_result(self.path / CONFIG)
+
+    @cached_property
+    def specs(self) -> dict[str, dict[str, Any]]:
+        """Records of `patch_model`, by part of the model; "" is the model itself."""
+        parts = [("", self.config), *self.config.items()]
+        found = {name: part["rfattn"] for name, part in parts if isinstance(part, dict) and part.get("rfattn")}
+        if not all(isinstance(spec, dict) and spec.get("layers") for spec in found.values()):
+            raise ValueError(f"{self.path / CONFIG}: rfattn has no layers.")
+        return found
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return next(iter(self.specs.values()))
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The attention, in the format of result documents."""
+        return {"layers": self.spec["layers"]}
+
+    @property
+    def architecture(self) -> str:
+        """The transformers class to load it with."""
+        return next(iter(self.config.get("architectures") or ()), "AutoModel")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return checkpoint_fingerprint(self.path)
 
 
 def write_card(
@@ -87,114 +118,87 @@ def write_card(
 def make_card(
     folder: str | Path, *, repo_id: str | None = None, base_model: str | None = None, license: str | None = None
 ) -> ModelCard:
-    """Generate the card of a folder without writing it."""
+    """Generate the card of a folder without writing it. All numbers in it come from result documents."""
     checkpoint = CheckpointFolder(Path(folder))
     results = read_results(checkpoint.path / RESULTS)
     found = [result for result in results if result.checkpoint == checkpoint.fingerprint]
     own, timings, transfers = ([r for r in found if r.kind == kind] for kind in ("task", "speed", "transfer"))
-    tasks = {result.measured_on for result in own}
-    beside = [result for result in results if result.kind == "task" and result.measured_on in tasks]
-    card = Card(
+    compared = {result.measured_on for result in own}
+    beside = [result for result in results if result.kind == "task" and result.measured_on in compared]
+    model = base_model or next((result.model for result in found), None)
+    license = license or next((r.base_license for r in [*own, *transfers] if r.base_license), None)
+    on_hub = bool(HUB_NAME.fullmatch(model or ""))
+    address = repo_id or checkpoint.path.resolve().name
+    name = address.rpartition("/")[2]
+    return ModelCard.from_template(
+        _metadata(checkpoint, own, name, model if on_hub else None, license),
+        template_path=str(files(__package__) / "card.md"),
         folder=checkpoint,
         own=own,
-        tables=make_tables(beside, lambda r: r.task, lambda r: (THIS if r in own else "") + label_of(r)),
+        tables=make_tables(beside, lambda r: r.task, lambda r: ("**this model**: " if r in own else "") + label_of(r)),
         timings=timings,
         transfers=transfers,
-        base_model=base_model or next((result.model for result in found), None),
-        license=license or next((r.base_license for r in [*own, *transfers] if r.base_license), None),
-        address=repo_id or checkpoint.path.resolve().name,
+        license=license,
+        name=name,
+        address=address,  # argument of from_pretrained
+        base=f"[{model}](https://huggingface.co/{model})" if on_hub else f"`{model or 'A model'}`",
+        mechanisms=" and ".join(mechanism_names_in(checkpoint.attention)),
+        tasks=" and ".join(dict.fromkeys(result.task for result in own)),
+        trained=any("steps" in result.budget for result in own),
+        install=install_command(),
+        pools=(checkpoint.path / "modules.json").exists(),
+        tokenizer=(checkpoint.path / "tokenizer_config.json").exists(),
+        pooling=_pooling_of_recipes(checkpoint),
+        layer_rows=_layer_rows(checkpoint),
+        transfer_rows=_transfer_rows,
+        speed_rows=_speed_rows,
+        settings=lambda r: ", ".join(
+            f"{key} {json.dumps(value)}" for key, value in r.transfer.items() if not isinstance(value, (dict, list))
+        ),
+        data=lambda r: " ".join(f"`{r.dataset[key]}`" for key in ("name", "config", "split") if r.dataset.get(key)),
+        missing_controls=lambda t: [control for control in CONTROLS if control not in [row.control for row in t.rows]],
+        origin=_origin,
+        details=lambda scores: as_markdown([details(scores)]).rstrip(),
+        table=lambda headings, rows: as_markdown([Table("", headings, list(rows))]).rstrip(),
+        citations=cite(checkpoint.attention),
     )
-    return ModelCard(f"---\n{_metadata(card).to_yaml()}\n---\n\n{as_markdown(_text(card))}")
 
 
-def _metadata(card: Card) -> ModelCardData:
+def _metadata(
+    folder: CheckpointFolder, own: list[Result], name: str, base: str | None, license: str | None
+) -> ModelCardData:
     """The YAML metadata, which the Hub reads."""
-    base = card.base_model if HUB_NAME.fullmatch(card.base_model or "") else None
-    datasets = [own.dataset["name"] for own in card.own if HUB_NAME.fullmatch(own.dataset["name"])]
+    datasets = [result.dataset["name"] for result in own if HUB_NAME.fullmatch(result.dataset["name"])]
     evaluations = [
         EvalResult(
-            task_type=own.task_type,
-            task_name=own.task,
-            dataset_type=own.dataset["name"],
-            dataset_name=" ".join(filter(None, [own.dataset["name"], own.dataset.get("config")])),
-            dataset_config=own.dataset.get("config"),
-            dataset_split=own.dataset["split"],
-            metric_type=name,
-            metric_name=name,
-            metric_value=metric.value,
+            task_type=result.task_type,
+            task_name=result.task,
+            dataset_type=result.dataset["name"],
+            dataset_name=" ".join(filter(None, [result.dataset["name"], result.dataset.get("config")])),
+            dataset_config=result.dataset.get("config"),
+            dataset_split=result.dataset["split"],
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=measured.value,
         )
-        for own in card.own
-        for name, metric in own.metrics.items()
+        for result in own
+        for metric, measured in result.metrics.items()
     ]
     data = ModelCardData(
-        model_name=card.address.rpartition("/")[2] if card.own else None,
+        model_name=name if own else None,
         eval_results=evaluations or None,
         base_model=base,
         base_model_relation="finetune" if base else None,
         library_name="transformers",
-        license=card.license,
-        pipeline_tag=next((tag for end, tag in PIPELINES.items() if card.folder.architecture.endswith(end)), None),
-        tags=["hf_rfattn", "efficient-attention", *mechanism_names_in(card.folder.attention)],
+        license=license,
+        pipeline_tag=next((tag for end, tag in PIPELINES.items() if folder.architecture.endswith(end)), None),
+        tags=["hf_rfattn", "efficient-attention", *mechanism_names_in(folder.attention)],
         datasets=list(dict.fromkeys(datasets)) or None,
-        metrics=list(dict.fromkeys(name for own in card.own for name in own.metrics)) or None,
+        metrics=list(dict.fromkeys(metric for result in own for metric in result.metrics)) or None,
     )
-    data[FINGERPRINT] = card.folder.fingerprint
-    data[RESULTS_FINGERPRINT] = results_fingerprint(card.folder.path)
+    data[FINGERPRINT] = folder.fingerprint
+    data[RESULTS_FINGERPRINT] = results_fingerprint(folder.path)
     return data
-
-
-def _text(card: Card) -> Iterator[Block]:
-    """The text below the metadata. All numbers come from result documents."""
-    spec, name, used = card.folder.spec, card.base_model, [*card.own, *card.timings, *card.transfers]
-    base = f"[{name}](https://huggingface.co/{name})" if HUB_NAME.fullmatch(name or "") else f"`{name or 'A model'}`"
-    tasks = " and ".join(dict.fromkeys(own.task for own in card.own))
-    done = "fine-tuned" if any("steps" in own.budget for own in card.own) else "evaluated"
-    mechanisms = " and ".join(mechanism_names_in(card.folder.attention))
-    yield f"# {card.address.rpartition('/')[2]}"
-    yield (
-        f"{base} with its softmax attention replaced by {mechanisms} attention, using `hf_rfattn`"
-        f"{f', {done} on {tasks}' if tasks else ''}."
-        + ("" if card.license else " The license of the base model is not recorded; check it before use.")
-    )
-    yield "## Attention"
-    yield Table("", ["layers", "attention", "options"], list(_layer_rows(card.folder)))
-    yield (
-        f"Cross-attention: {'replaced' if spec.get('cross_attention') else 'softmax, if any'}. Random seed: "
-        f"{spec.get('seed')}. Random features are saved with the weights and are not redrawn on loading."
-    )
-    yield "## How to load it"
-    yield LOADING.format(install=install_command(), code="\n".join(_loading(card)))
-    if _needs_recipes(card):
-        pooling, name = card.folder.config["classifier_pooling"], card.folder.architecture
-        yield (
-            f"**Note:** this classifier reads the {POOLINGS[pooling]} (`classifier_pooling: {pooling}`), which "
-            f"`{name}` does not support. The code above gives it a randomly initialized pooler; load it with the "
-            f"classification recipes of hf_rfattn instead (`--model {card.address}`)."
-        )
-    yield "## Results"
-    for transfer in card.transfers:
-        yield from _transfer_table(transfer)
-    for table in card.tables:
-        yield f"### {table.title}"
-        yield (
-            f"All rows have the same budget: {table.budget}. (chance) marks scores that are not clearly better than "
-            "the best constant answer. The controls are `average` (no attention) and `band` (a window alone)."
-        )
-        yield details(table)
-        controls = [row.control for row in table.rows]
-        if missing := [control for control in CONTROLS if control not in controls]:
-            yield f"Not measured: {'; '.join(missing)}."
-    for speed in card.timings:
-        yield from _speed_table(speed)
-    for what, found in (("accuracy", card.tables), ("speed by length", card.timings)):
-        if not found:
-            yield f"No {what} was measured for this checkpoint."
-    yield "## How to reproduce"
-    yield "\n".join(f"- {_origin(result)}" for result in used) or "No run is recorded."
-    yield f"`hf-rfattn card` generated this card from the documents in `{RESULTS}/` and `config.json`."
-    if entries := cite(card.folder.attention):
-        yield "## Citations"
-        yield "```bibtex\n" + "\n\n".join(entries) + "\n```"
 
 
 def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
@@ -206,53 +210,26 @@ def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
             yield [f"{part} {layers}".strip(), f"softmax → {full['mechanism']}", options or "none"]
 
 
-def _loading(card: Card) -> Iterator[str]:
-    """Lines of Python that load the model."""
-    path, name = card.folder.path, card.folder.architecture
-    if (path / "modules.json").exists():
-        yield "from sentence_transformers import SentenceTransformer"
-        yield f'\nmodel = SentenceTransformer("{card.address}")'
-        return
-    tokenizer = (path / "tokenizer_config.json").exists()
-    yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{name}"
-    yield f'\nmodel = {name}.from_pretrained("{card.address}")'
-    if tokenizer:
-        yield f'tokenizer = AutoTokenizer.from_pretrained("{card.address}")'
+def _pooling_of_recipes(folder: CheckpointFolder) -> str | None:
+    """What the classifier reads, if its own code in transformers does not implement that pooling of the recipes."""
+    model = named_model_class(folder.architecture)
+    if model is None or hasattr(model.config_class(), "classifier_pooling"):
+        return None
+    return POOLINGS.get(folder.config.get("classifier_pooling", ""))
 
 
-def _needs_recipes(card: Card) -> bool:
-    """Whether the model was fine-tuned with a pooling that its own code in transformers does not implement."""
-    if card.folder.config.get("classifier_pooling") not in POOLINGS:
-        return False
-    model = named_model_class(card.folder.architecture)
-    return model is not None and not hasattr(model.config_class(), "classifier_pooling")
-
-
-def _transfer_table(result: Result) -> Iterator[Block]:
-    settings = ", ".join(f"{k} {json.dumps(v)}" for k, v in result.transfer.items() if not isinstance(v, (dict, list)))
+def _transfer_rows(result: Result) -> list[list[str]]:
     before, after = result.errors["before"], result.errors["after"]
     columns = zip(after["layers"], after["average"], before["overall"], after["overall"], strict=True)
-    data = " ".join(f"`{result.dataset[key]}`" for key in ("name", "config", "split") if result.dataset.get(key))
-    yield "### Attention transfer"
-    yield (
-        f"Relative error of attention outputs against softmax, by layer. Unlabelled text: {data}; {settings}. Measured "
-        f"on {result.machine}. A small error does not guarantee accuracy on a task: fine-tune and evaluate."
-    )
-    rows = [[f"`{layer}`", *map(number, errors)] for layer, *errors in columns]
-    yield Table("", ["layer", "plain averaging", "before", "after"], rows)
+    return [[f"`{layer}`", *map(number, errors)] for layer, *errors in columns]
 
 
-def _speed_table(speed: Result) -> Iterator[Block]:
-    rows = []
+def _speed_rows(speed: Result) -> Iterator[list[str]]:
     for timing in sorted(speed.lengths, key=lambda timing: timing["length"]):
         softmax, patched = timing["softmax_seconds"], timing["patched_seconds"]
         peaks = [timing.get(f"{who}_peak_bytes") for who in ("softmax", "patched")]
         cells = [number(1000 * softmax), number(1000 * patched), f"{number(softmax / patched, 3)} ×"]
-        rows.append([f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)])
-    yield "### Speed and memory by sequence length"
-    yield f"One pass of the whole model, batch {speed.batch}, {speed.dtype}, on {speed.machine}."
-    headings = ["tokens", "softmax, ms", "this model, ms", "speed over softmax", "softmax, peak", "this model, peak"]
-    yield Table("", headings, rows)
+        yield [f"{timing['length']:,}", *cells, *(in_bytes(peak) if peak else DASH for peak in peaks)]
 
 
 def _origin(result: Result) -> str:

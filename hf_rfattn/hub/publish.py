@@ -17,8 +17,7 @@ from ..integration.names import CODE
 from ..integration.reading import named_model_class
 from ..results import RESULTS, weight_files
 from ..results.fingerprint import CONFIG, INDEX
-from .cards import FINGERPRINT, RESULTS_FINGERPRINT, make_card
-from .folder import CARD, CheckpointFolder
+from .cards import CARD, FINGERPRINT, RESULTS_FINGERPRINT, CheckpointFolder, make_card
 
 # Files written by save_pretrained of models, tokenizers and processors, by `hf-rfattn card`, and licenses.
 FILES = {

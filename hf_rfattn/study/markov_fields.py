@@ -81,8 +81,7 @@ class MrfStudy(Study):
         """Errors of one draw: log Z per transition (signed), log denominators and outputs."""
         e = self._embeddings(point.states, point.squared_norm, number)
         chain = LinearChainMRF(e, length=point.length)
-        exact = scaled_log_partition(chain)
-        found = {}
+        exact, found = chain.log_partition(), {}
         for kind, independent in ((ONE, False), (MANY, True)):
             features = chain.random_features(point.features, independent=independent, seed=number)
             found[kind] = float(chain.log_partition(features) - exact) / (point.length - 1)
@@ -120,23 +119,3 @@ class MrfStudy(Study):
         draws = f"n = {settings['dim']}, {settings['draws']} draws, bands: standard error"
         title = f"Error of log Z per transition, and of attention, around {point} ({draws})"
         return {"mrf_error": draw(title, [panels[:2], panels[2:]])}
-
-
-def scaled_log_partition(chain: LinearChainMRF) -> Tensor:
-    """Exact log Z of one chain with shared embeddings, by matrix-vector products that are rescaled at every step.
-
-    >>> chain = LinearChainMRF(torch.randn(5, 3), length=9, unary=torch.randn(9, 5))
-    >>> torch.allclose(scaled_log_partition(chain), chain.log_partition())
-    True
-    """
-    scores = chain.embeddings @ chain.embeddings.T
-    offset = scores.max()
-    kernel = torch.exp(scores - offset)
-    weights = torch.exp(chain.unary[0]).expand(chain.num_nodes, -1)
-    message, total = weights[0], (chain.num_nodes - 1) * offset
-    for weight in weights[1:]:
-        message = (kernel @ message) * weight
-        size = message.max()
-        message = message / size
-        total = total + size.log()
-    return message.sum().log() + total
