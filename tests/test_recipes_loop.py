@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from support import sample
 from support.recipes import forget_processes, run_here
 from training.classification import ClassificationOptions
-from training.models import mechanism_parameters
-from training.optimizer import make_optimizer, rate_factor
+from training.models import make_optimizer, mechanism_parameters, rate_factor
 from training.options import RunOptions
 from training.session import Session, in_session
 

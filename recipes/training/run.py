@@ -18,12 +18,10 @@ from transformers import PreTrainedModel
 import hf_rfattn
 from hf_rfattn.results import STAGES
 
-from .evaluation import evaluate, evaluation_loaders, peak_memory
-from .models import attention_of, mechanism_parameters, set_attention
-from .optimizer import make_optimizer, rate_factor
+from .models import attention_of, make_optimizer, mechanism_parameters, rate_factor, set_attention
 from .options import RunOptions
-from .session import MODEL, PARTIAL, STATES, Session, run_recipe, whole_folder
-from .task import Task, TrainingOrder, check_share
+from .session import MODEL, PARTIAL, STATES, Session, peak_memory, run_recipe, whole_folder
+from .task import Task, TrainingOrder, check_share, evaluate, evaluation_loaders
 from .teaching import (
     add_adapters,
     make_teacher,

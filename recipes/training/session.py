@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tqdm.auto import tqdm
 
 import hf_rfattn
+from hf_rfattn.bench.measuring import resident_bytes
 from hf_rfattn.results import (
     RESULTS,
     checkpoint_fingerprint,
@@ -237,6 +238,11 @@ def check_output(options: CommonOptions) -> bool:
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first option that makes two runs different ones."""
     return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the peak of this process: of tensors on a GPU, else its largest resident set (0 if not on Linux)."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes("VmHWM")
 
 
 @contextmanager
