@@ -33,7 +33,9 @@ from training.session import MODEL, RESULT, RUN, first_difference
 
 from hf_rfattn import write_card
 from hf_rfattn.hub.scores import overview
-from hf_rfattn.results import RESULTS, number, print_blocks, read_result, read_results, without_folders, write_result
+from hf_rfattn.results.documents import RESULTS, read_result, without_folders, write_result
+from hf_rfattn.results.report import number, print_blocks
+from hf_rfattn.results.schema import read_results
 
 TAIL = 6  # number of lines shown from the log of a failed run
 

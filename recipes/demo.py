@@ -20,7 +20,7 @@ from comparison.report import read_comparison
 from rich.console import Console
 
 from hf_rfattn.hub.scores import details
-from hf_rfattn.results import print_blocks
+from hf_rfattn.results.report import print_blocks
 from hf_rfattn.study.pretrained import DEMO, model_folder
 
 

@@ -48,7 +48,7 @@ from training.teaching import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.results import Metric
+from hf_rfattn.results.schema import Metric
 
 CUT = 10  # places of a ranking that count
 USUAL_LENGTH = 512  # of models that name no limit

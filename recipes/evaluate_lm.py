@@ -28,18 +28,9 @@ import hf_rfattn
 from hf_rfattn import MechanismConfig
 from hf_rfattn.bench.decode import cache_bytes
 from hf_rfattn.bench.measuring import synchroniser
-from hf_rfattn.results import (
-    DASH,
-    SOFTMAX,
-    STAGES,
-    Table,
-    in_bytes,
-    number,
-    print_blocks,
-    rounded,
-    times,
-    write_result,
-)
+from hf_rfattn.results.documents import rounded, write_result
+from hf_rfattn.results.report import DASH, Table, in_bytes, number, print_blocks, times
+from hf_rfattn.results.schema import SOFTMAX, STAGES
 
 MEASURED_ON = 2  # blocks on which errors of attention transfer are measured
 

@@ -19,7 +19,8 @@ from training.run import main
 from training.task import Prepared, Task
 from transformers import AutoModelForCausalLM
 
-from hf_rfattn.results import Metric, name_of
+from hf_rfattn.results.documents import name_of
+from hf_rfattn.results.schema import Metric
 
 USUAL_LENGTH = 512
 

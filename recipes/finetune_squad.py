@@ -26,7 +26,7 @@ from training.run import main
 from training.task import Prepared, Task
 from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerBase
 
-from hf_rfattn.results import Metric
+from hf_rfattn.results.schema import Metric
 
 USUAL_LENGTH = 384
 LONGEST_ANSWER = 30  # tokens

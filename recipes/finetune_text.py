@@ -19,7 +19,7 @@ from training.data import SUBSET_SEED, Source, check_cells
 from training.options import described
 from training.run import main
 
-from hf_rfattn.results import Metric
+from hf_rfattn.results.schema import Metric
 
 HELD_OUT = 0.1  # of a single file
 

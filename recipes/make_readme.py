@@ -27,22 +27,9 @@ from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
 from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, percent, run_speed, score_and_speed
-from hf_rfattn.results import (
-    DASH,
-    SOFTMAX,
-    STAGES,
-    Block,
-    Image,
-    Result,
-    Table,
-    as_markdown,
-    in_bytes,
-    machine,
-    number,
-    parse_result,
-    read_result,
-    times,
-)
+from hf_rfattn.results.documents import machine, read_result
+from hf_rfattn.results.report import DASH, Block, Image, Table, as_markdown, in_bytes, number, times
+from hf_rfattn.results.schema import SOFTMAX, STAGES, Result, parse_result
 from hf_rfattn.study import study_class
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_rfattn
 from hf_rfattn.bench.measuring import bytes_around
-from hf_rfattn.results import DASH, Block, Table, in_bytes, new_result, read_result, write_result
+from hf_rfattn.results.documents import new_result, read_result, write_result
+from hf_rfattn.results.report import DASH, Block, Table, in_bytes
 
 LAYERS = 2
 SHAPE = {

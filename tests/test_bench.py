@@ -9,7 +9,7 @@ import transformers
 from support.commands import failure, run
 from support.models import tiny_gpt2, tiny_llama
 
-from hf_rfattn import mechanism_names, patch_model, results
+from hf_rfattn import mechanism_names, patch_model
 from hf_rfattn.bench import decode, loading, measuring
 from hf_rfattn.bench.decode import Decoder, cache_bytes
 from hf_rfattn.bench.measuring import Competitor, Row, interleave, median_ratio, race, spread, threads
@@ -128,8 +128,8 @@ def test_threads_are_put_back():
 
 
 def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch):
-    found = results.new_result("test", seed=3, packages=["no-such-package"])
-    assert found["schema_version"] == results.SCHEMA_VERSION and found["kind"] == "test" and found["seed"] == 3
+    found = documents.new_result("test", seed=3, packages=["no-such-package"])
+    assert found["schema_version"] == documents.SCHEMA_VERSION and found["kind"] == "test" and found["seed"] == 3
     assert found["versions"]["torch"] == torch.__version__ and found["versions"]["no-such-package"] is None
     assert found["hardware"]["threads"] == torch.get_num_threads() and found["hardware"]["memory_bytes"] > 2**28
     monkeypatch.setattr(documents, "PACKAGE", tmp_path)
@@ -138,16 +138,16 @@ def test_a_result_says_where_it_comes_from(tmp_path, monkeypatch):
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "new" / "result.json"
-    results.write_result({"name": "favor+", "ü": 1}, path)
+    documents.write_result({"name": "favor+", "ü": 1}, path)
     assert json.loads(path.read_text(encoding="utf-8")) == {"name": "favor+", "ü": 1}
     with pytest.raises(TypeError):
-        results.write_result({"name": object()}, path)
+        documents.write_result({"name": object()}, path)
     assert json.loads(path.read_text(encoding="utf-8"))["ü"] == 1
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
 
 
 def test_decode_writes_a_result(result):
-    assert result["kind"] == "bench decode" and result["schema_version"] == results.SCHEMA_VERSION
+    assert result["kind"] == "bench decode" and result["schema_version"] == documents.SCHEMA_VERSION
     assert result["model"]["type"] == "gpt2" and result["model"]["layers"] == 2 and result["model"]["head_dim"] == 8
     assert result["hardware"]["threads"] == 1 and result["settings"]["tokens"] == 2
     assert result["settings"]["contexts"] == [32, 64] and result["settings"]["model"] != str(result["output"])

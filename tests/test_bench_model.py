@@ -14,7 +14,8 @@ from hf_rfattn.bench.loading import load_model, random_tokens, share_weights
 from hf_rfattn.bench.settings import ModelSettings
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.mechanisms import resolve_config
-from hf_rfattn.results import Image, Table, parse_result
+from hf_rfattn.results.report import Image, Table
+from hf_rfattn.results.schema import parse_result
 
 QUICK = ("--lengths", "64,32", "--repetitions", 2, "--threads", 1)
 

@@ -8,12 +8,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from support.commands import QUICK_OPS, failure, run
 
-from hf_rfattn import build_mechanism, results
+from hf_rfattn import build_mechanism
 from hf_rfattn.bench import ops
 from hf_rfattn.bench.measuring import Competitor, interleave, median_ratio
 from hf_rfattn.bench.report import cells_of, crossover, report, rows_of, speed_table
-from hf_rfattn.results import measured_crossover
+from hf_rfattn.results import documents
 from hf_rfattn.results import plots as plotting
+from hf_rfattn.results.report import measured_crossover
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def made_up():
             cells.append({"attention": name, "features": features, "length": length, **shared})
             cells[-1] |= {"milliseconds": spread, "speed_over_softmax": softmax / time}
     shape = {"batch": 1, "heads": 12, "head_dim": 64}
-    return {"kind": "bench ops", "cells": cells, "hardware": results.hardware(), "shape": shape}
+    return {"kind": "bench ops", "cells": cells, "hardware": documents.hardware(), "shape": shape}
 
 
 def test_a_crossover_is_marked_where_the_lines_cross():

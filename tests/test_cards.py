@@ -15,7 +15,8 @@ from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import cite, make_card, write_card
 from hf_rfattn.install import install_command
 from hf_rfattn.mechanisms import mechanism_names
-from hf_rfattn.results import checkpoint_fingerprint, in_bytes, number, times
+from hf_rfattn.results.documents import checkpoint_fingerprint
+from hf_rfattn.results.report import in_bytes, number, times
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from hf_rfattn.cli import app
 from hf_rfattn.cli import convert_model as command
 from hf_rfattn.cli.texts import read_texts
 from hf_rfattn.conversion.transfer import Transfer
-from hf_rfattn.results import parse_result
+from hf_rfattn.results.schema import parse_result
 
 PAIRS = [(row["premise"], row["hypothesis"]) for row in sample.make("snli", "train")[:60]]
 QUICK = ("--steps", 12, "--rounds", 1, "--learning-rate", 0.05)

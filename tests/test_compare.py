@@ -17,7 +17,7 @@ from support import sample
 from support.documents import make_checkpoint, task
 from support.recipes import make_gpt2, run_apart
 
-from hf_rfattn.results import checkpoint_fingerprint
+from hf_rfattn.results.documents import checkpoint_fingerprint
 
 QUICK = {
     "data": sample.folder("sst2"),

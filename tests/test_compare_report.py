@@ -8,7 +8,9 @@ from comparison.report import comparison_tables, options_of, read_comparison, wr
 from support.documents import task
 
 from hf_rfattn.hub.scores import details, overview, score_and_speed
-from hf_rfattn.results import as_markdown, parse_result, write_result
+from hf_rfattn.results.documents import write_result
+from hf_rfattn.results.report import as_markdown
+from hf_rfattn.results.schema import parse_result
 
 ROWS = {
     "softmax": "softmax",

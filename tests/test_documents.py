@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.documents import speed, task
 
 from hf_rfattn import attention_label, mechanism_names_in
-from hf_rfattn.results import new_result, parse_result, read_results, results_fingerprint
+from hf_rfattn.results.documents import new_result, results_fingerprint
+from hf_rfattn.results.schema import parse_result, read_results
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 

@@ -10,7 +10,8 @@ import pytest
 from support.commands import QUICK_OPS, run
 from support.documents import BASE, shared, task
 
-from hf_rfattn.results import as_markdown, read_result, write_result
+from hf_rfattn.results.documents import read_result, write_result
+from hf_rfattn.results.report import as_markdown
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.publish import publish
-from hf_rfattn.results import without_folders
+from hf_rfattn.results.documents import without_folders
 
 QUICK = {"data": sample.folder("snli"), "max_train_samples": 32, "max_eval_samples": 9, "max_steps": 2, "batch_size": 8}
 SECRET = "project-x"

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from hf_rfattn.cli import app
 from hf_rfattn.hub.cards import write_card
 from hf_rfattn.hub.publish import make_plan, publish
-from hf_rfattn.results import checkpoint_fingerprint
-from hf_rfattn.results.fingerprint import INDEX
+from hf_rfattn.results.documents import INDEX, checkpoint_fingerprint
 
 TOKEN = "hf_" + "aB3" * 11
 NAME = "me/tiny"

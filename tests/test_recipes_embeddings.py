@@ -16,7 +16,7 @@ from support.recipes import forget_processes, run_apart, sample_tokenizer
 from training.messages import script
 from training.session import in_session
 
-from hf_rfattn.results import parse_result
+from hf_rfattn.results.schema import parse_result
 
 WORDS = ("bread", "water", "stone", "paper", "glass", "silver", "iron", "wood", "salt", "sugar", "milk", "gold")
 

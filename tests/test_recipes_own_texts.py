@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from support import sample
 from support.recipes import run_here
 
-from hf_rfattn.results import parse_result
+from hf_rfattn.results.schema import parse_result
 
 TEXT = (finetune_text.OwnTextTask, finetune_text.TextOptions)
 QUICK = {"max_steps": 3, "batch_size": 8, "attention": "favor+"}

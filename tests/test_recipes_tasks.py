@@ -18,7 +18,8 @@ from training.teaching import make_teacher
 
 import hf_rfattn
 from hf_rfattn.hub.cards import make_card
-from hf_rfattn.results import checkpoint_fingerprint, parse_result
+from hf_rfattn.results.documents import checkpoint_fingerprint
+from hf_rfattn.results.schema import parse_result
 
 GLUE = (finetune_glue.GlueTask, finetune_glue.GlueOptions)
 SNLI = (finetune_snli.SnliTask, finetune_snli.ClassificationOptions)

@@ -19,7 +19,7 @@ import transformers
 import typer
 import yaml
 
-from hf_rfattn.results import new_result, write_result
+from hf_rfattn.results.documents import new_result, write_result
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

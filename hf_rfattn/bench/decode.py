@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from ..integration.cache import RecurrentLayer
 from ..ops.multipole_causal import Context
-from ..results import SOFTMAX
+from ..results.schema import SOFTMAX
 from .loading import describe, load_model, named_configs, share_weights
 from .measuring import COMPILED, Competitor, Document, Progress, Race, Row, measure_rounds, measuring, no_progress
 from .report import report

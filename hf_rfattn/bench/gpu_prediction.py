@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from ..mechanisms.multipole import CAUSAL_BLOCK, MultipoleConfig, block_and_tile
-from ..results import Table
+from ..results.report import Table
 
 BLOCK = 128  # block size of FlexAttention
 CHUNK = 64  # chunk size of gated linear attention

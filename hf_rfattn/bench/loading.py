@@ -15,7 +15,8 @@ from ..integration.discovery import find_attention
 from ..integration.positions import learned_positions
 from ..integration.reading import load_config, model_class
 from ..mechanisms import MechanismConfig, resolve_config
-from ..results import SOFTMAX, name_of
+from ..results.documents import name_of
+from ..results.schema import SOFTMAX
 from .measuring import DTYPES
 
 DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "attn_dropout")

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..ops import backend
-from ..results import SOFTMAX, load_average, name_of, new_result, rounded
+from ..results.documents import load_average, name_of, new_result, rounded
+from ..results.schema import SOFTMAX
 from .settings import PATHS, Settings
 
 TORCH, COMPILED, FUSED = PATHS

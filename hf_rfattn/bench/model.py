@@ -25,7 +25,8 @@ from ..integration.discovery import find_attention
 from ..integration.names import SPEC
 from ..integration.reading import load_config
 from ..mechanisms import Mechanism, MechanismConfig
-from ..results import SOFTMAX, checkpoint_fingerprint, parse_result, rounded
+from ..results.documents import checkpoint_fingerprint, rounded
+from ..results.schema import SOFTMAX, parse_result
 from .loading import SHAPES, describe, load_model, named_configs, random_tokens, share_weights
 from .measuring import (
     COMPILED,

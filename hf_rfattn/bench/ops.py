@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..mechanisms import MechanismConfig, build_mechanism
-from ..results import SOFTMAX
+from ..results.schema import SOFTMAX
 from .loading import named_configs
 from .measuring import (
     COMPILED,

@@ -9,19 +9,9 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ..results import (
-    DASH,
-    SOFTMAX,
-    Block,
-    Image,
-    Table,
-    crossover_text,
-    in_bytes,
-    machine,
-    measured_crossover,
-    number,
-    times,
-)
+from ..results.documents import machine
+from ..results.report import DASH, Block, Image, Table, crossover_text, in_bytes, measured_crossover, number, times
+from ..results.schema import SOFTMAX
 from .measuring import COMPILED, FUSED, TORCH, Document
 
 Cell = dict[str, Any]

@@ -79,7 +79,8 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json
     import matplotlib.figure  # noqa: F401  # plots come last: better missed before hours of measuring
     import transformers
 
-    from ..results import print_blocks, without_folders, write_images, write_result
+    from ..results.documents import without_folders, write_result
+    from ..results.report import print_blocks, write_images
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

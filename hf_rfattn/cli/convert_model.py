@@ -81,7 +81,7 @@ def convert(
         from .. import convert as transfer
         from ..conversion.processes import process_count, process_rank
         from ..mechanisms import parse_attention
-        from ..results import name_of, new_result
+        from ..results.documents import name_of, new_result
 
         columns = column or ["text"]
         rounds = rounds if steps > 2 else 1  # fewer steps have no part to repeat
@@ -226,7 +226,7 @@ def _blocks(texts: Texts, tokenizer: Any, length: int, most: int) -> "tuple[torc
 
 def _unfinished(output: Path) -> dict[str, Any] | None:
     """The settings of the unfinished conversion in a folder; None if it is empty or does not exist."""
-    from ..results import read_result
+    from ..results.documents import read_result
 
     if (output / STATE / SETTINGS).exists():
         return read_result(output / STATE / SETTINGS)
@@ -242,7 +242,7 @@ def _state(output: Path, before: dict[str, Any] | None, settings: dict[str, Any]
     It is deleted when everything is done, and if there is nothing in it to resume from.
     """
     from ..conversion.processes import check_alike, process_rank
-    from ..results import write_result
+    from ..results.documents import write_result
 
     state = output / STATE
     record = state / SETTINGS
@@ -274,7 +274,8 @@ def _save(model: Any, tokenizer: Any, document: dict[str, Any], output: Path) ->
     """Model, tokenizer, result file and model card; returns the document of the result file."""
     from .. import write_card
     from ..hub.cards import CheckpointFolder
-    from ..results import RESULTS, parse_result, without_folders, write_result
+    from ..results.documents import RESULTS, without_folders, write_result
+    from ..results.schema import parse_result
 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)

@@ -25,7 +25,8 @@ def card(
     """
     with errors_without_traceback():
         from ..hub.cards import CheckpointFolder, write_card
-        from ..results import RESULTS, read_results, write_result
+        from ..results.documents import RESULTS, write_result
+        from ..results.schema import read_results
 
         inside = CheckpointFolder(folder).path / RESULTS
         if results is not None:
@@ -67,7 +68,7 @@ def publish(
 
         from ..hub.publish import make_plan
         from ..hub.publish import publish as send
-        from ..results import in_bytes
+        from ..results.report import in_bytes
 
         transformers.logging.set_verbosity_error()
         plan = make_plan(folder, repo, revision, include or ())

@@ -170,7 +170,7 @@ def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
 
 def _cost_lines(report: dict[str, Any]) -> list[str]:
     from ..integration.text_table import text_table
-    from ..results import in_bytes, si
+    from ..results.report import in_bytes, si
 
     name, costs, even = report["attention"]["mechanism"], report["costs"], report["crossover_length"]
     memory = {key: title.format(name) for key, title in MEMORY.items() if key in costs[0]}

@@ -111,7 +111,7 @@ def copy_pooling(name: str, folder: Path) -> None:
 
 def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -> None:
     """Load a model and its tokenizer, change them, and save them into a new folder."""
-    from ..results import new_folder
+    from ..results.documents import new_folder
 
     with new_folder(output) as partial:
         loaded, tokenizer = load(name)

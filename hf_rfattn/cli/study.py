@@ -42,7 +42,7 @@ def study(
     mrf: linear-chain Markov random fields, error of log Z by number of features.
     """
     with errors_without_traceback():
-        from ..results import print_blocks
+        from ..results.report import print_blocks
 
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is not a folder; choose another --output.")

@@ -15,25 +15,20 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ..install import install_command
 from ..integration.reading import named_model_class
 from ..mechanisms.naming import full_config, mechanism_names_in, mechanisms_in
-from ..results import (
-    CONTROLS,
-    DASH,
+from ..results.documents import (
+    CONFIG,
     RESULTS,
-    Result,
-    Table,
-    as_markdown,
+    WEIGHTS,
     checkpoint_fingerprint,
-    in_bytes,
-    number,
     read_result,
-    read_results,
     results_fingerprint,
     weight_files,
     without_folders,
     write_result,
     write_whole,
 )
-from ..results.fingerprint import CONFIG, WEIGHTS
+from ..results.report import DASH, Table, as_markdown, in_bytes, number
+from ..results.schema import CONTROLS, Result, read_results
 from .scores import details, label_of, make_tables
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # name of a model or dataset on the Hub

@@ -15,8 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..integration.names import CODE
 from ..integration.reading import named_model_class
-from ..results import RESULTS, weight_files
-from ..results.fingerprint import CONFIG, INDEX
+from ..results.documents import CONFIG, INDEX, RESULTS, weight_files
 from .cards import CARD, FINGERPRINT, RESULTS_FINGERPRINT, CheckpointFolder, make_card
 
 # Files written by save_pretrained of models, tokenizers and processors, by `hf-rfattn card`, and licenses.

@@ -7,19 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..mechanisms.naming import attention_label, mechanism_names_in
-from ..results import (
-    CONTROLS,
-    DASH,
-    SOFTMAX,
-    STAGES,
-    Metric,
-    Result,
-    Table,
-    control_of,
-    in_bytes,
-    number,
-    times,
-)
+from ..results.report import DASH, Table, in_bytes, number, times
+from ..results.schema import CONTROLS, SOFTMAX, STAGES, Metric, Result, control_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

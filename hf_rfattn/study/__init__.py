@@ -13,7 +13,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from ..results import Table, name_of, new_result, rounded, write_result
+from ..results.documents import name_of, new_result, rounded, write_result
+from ..results.report import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

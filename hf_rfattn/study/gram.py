@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..features import KERNELS, FourierFeatures, kernel_matrix
 from ..features.projections import seeded_generator
-from ..results import Table, number
 from ..results.plots import Panel, draw, lines_of
+from ..results.report import Table, number
 from . import Advance, Result, Study, mean_columns, rows_with
 from .mse import draw_rows
 

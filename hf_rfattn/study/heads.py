@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from .. import attention_error, calibrate, unpatch_model
 from ..bench.loading import patch_quietly
 from ..mechanisms import mechanism_names, resolve_config
-from ..results import Table
 from ..results.plots import BASELINE
+from ..results.report import Table
 from . import Advance, Result, Study, rows_with
 from .pretrained import Captured, capture, describe, load, read_text
 

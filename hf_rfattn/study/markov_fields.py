@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..features.projections import seeded_generator
 from ..mrf import LinearChainMRF
-from ..results import Table, number
 from ..results.plots import Panel, draw, lines_of
+from ..results.report import Table, number
 from . import Advance, Result, Study, mean_columns, rows_with
 
 ONE, MANY = "one draw", "a draw a transition"

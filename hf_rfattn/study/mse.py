@@ -22,8 +22,8 @@ from torch import Generator, Tensor
 from ..features import FourierFeatures, PositiveFeatures, draw_projection
 from ..features.maps import RandomFeatures
 from ..features.projections import seeded_generator
-from ..results import Table, number
 from ..results.plots import Panel, draw, lines_of
+from ..results.report import Table, number
 from . import Advance, Result, Study, mean_columns, rows_with
 
 KINDS = {"sincos": "sine and cosine", "positive": "positive"}

@@ -17,8 +17,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ..results import Table, rounded
+from ..results.documents import rounded
 from ..results.plots import Line, Panel, draw
+from ..results.report import Table
 from . import Advance, Result, Study, rows_with
 from .pretrained import capture, describe, load, read_text
 

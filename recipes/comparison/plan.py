@@ -36,7 +36,7 @@ from training.options import CommonOptions, assignments, did_you_mean, fields_as
 from training.run import BUDGET
 
 from hf_rfattn import build_mechanism
-from hf_rfattn.results import SOFTMAX
+from hf_rfattn.results.schema import SOFTMAX
 
 RECIPES: dict[str, tuple[str, type[CommonOptions]]] = {
     "glue": ("finetune_glue.py", GlueOptions),

@@ -5,15 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hf_rfattn.hub.scores import ScoreTable, details, make_tables, overview, score_and_speed
-from hf_rfattn.results import (
-    Block,
-    Image,
-    Result,
-    as_html,
-    as_markdown,
-    read_results,
-    write_images,
-)
+from hf_rfattn.results.report import Block, Image, as_html, as_markdown, write_images
+from hf_rfattn.results.schema import Result, read_results
 
 PLACE = "comparison"  # field of a result with its place in the comparison
 INTRODUCTION = (

@@ -12,7 +12,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from hf_rfattn.results import Metric
+from hf_rfattn.results.schema import Metric
 
 from .data import Source, check_cells, check_texts, find_source, take
 from .models import Collator, choose_length, load_model, load_tokenizer

@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_rfattn.results import Metric
+from hf_rfattn.results.schema import Metric
 
 from .data import Source, check_texts
 

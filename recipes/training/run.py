@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
-from hf_rfattn.results import STAGES
+from hf_rfattn.results.schema import STAGES
 
 from .models import attention_of, make_optimizer, mechanism_parameters, rate_factor, set_attention
 from .options import RunOptions

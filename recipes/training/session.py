@@ -33,15 +33,15 @@ from tqdm.auto import tqdm
 
 import hf_rfattn
 from hf_rfattn.bench.measuring import resident_bytes
-from hf_rfattn.results import (
+from hf_rfattn.results.documents import (
     RESULTS,
     checkpoint_fingerprint,
     name_of,
     new_result,
-    parse_result,
     without_folders,
     write_result,
 )
+from hf_rfattn.results.schema import parse_result
 
 from .messages import script
 from .options import CommonOptions, flag, parse_options

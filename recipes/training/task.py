@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
-from hf_rfattn.results import Metric
+from hf_rfattn.results.schema import Metric
 
 from .data import Source
 from .session import Session

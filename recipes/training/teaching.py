@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import hf_rfattn
-from hf_rfattn.results import RESULTS
+from hf_rfattn.results.documents import RESULTS
 
 from .models import mechanism_parameters, read, read_config, with_pooling
 from .options import RunOptions

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import hf_rfattn
-from hf_rfattn.results import SCHEMA_VERSION, checkpoint_fingerprint, write_result
+from hf_rfattn.results.documents import SCHEMA_VERSION, checkpoint_fingerprint, write_result
 
 FAVOR = {"mechanism": "favor+", "num_features": 16}
 FMM = {"mechanism": "fmm", "bandwidth": 4, "far": ["elu"]}
