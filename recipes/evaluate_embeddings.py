@@ -36,15 +36,8 @@ from training.models import (
 )
 from training.options import SEQUENCE_PARALLEL, CommonOptions, described
 from training.session import MODEL, Session, peak_memory, run_recipe, whole_folder
-from training.task import TrainingOrder, as_document, check_share
-from training.teaching import (
-    MODEL_INPUTS,
-    model_inputs,
-    recorded_transfer,
-    shared_batches,
-    transfer,
-    transfer_document,
-)
+from training.task import MODEL_INPUTS, TrainingOrder, as_document, check_share, model_inputs, shared_batches
+from training.teaching import recorded_transfer, transfer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_rfattn
@@ -179,8 +172,7 @@ def teach(session: Session, encoder: Any, data: "Retrieval | Dataset", length: i
     else:
         rows, batches = encode(data[PAIR[0]][:] + data[PAIR[1]][:], size)
     few = model_inputs(rows, collate, list(range(min(size, len(rows)))))
-    done = transfer(session, model_inside(encoder), batches, few)
-    return {**transfer_document(done, size), "max_length": length}
+    return {**transfer(session, model_inside(encoder), batches, few), "max_length": length}
 
 
 def prefixes(options: Any, encoder: Any) -> list[str | None]:

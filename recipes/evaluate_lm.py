@@ -20,8 +20,8 @@ from training.language import load_text, perplexity, split_blocks, split_windows
 from training.models import Collator, attention_of, choose_length, load_tokenizer, mechanism_parameters, read
 from training.options import CommonOptions, described
 from training.session import RESULT, Session, run_recipe
-from training.task import as_document
-from training.teaching import model_inputs, shared_batches, transfer, transfer_document
+from training.task import as_document, model_inputs, shared_batches
+from training.teaching import transfer
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import hf_rfattn
@@ -130,9 +130,8 @@ def evaluate(session: Session) -> None:
         here = {length: speed.get((kind, length), {}) for length in options.lengths}
         cells += measure_lengths(session, model, tokens, here, name, STAGES[0])
         if train is not None and mechanism_parameters(model):
-            done = transfer(session, model, shared_batches(session, train, collate), few)
+            transfers[name] = transfer(session, model, shared_batches(session, train, collate), few)
             model.eval()
-            transfers[name] = transfer_document(done, options.batch_size)
             cells += measure_lengths(session, model, tokens, here, name, STAGES[1])
     found = {
         "attention": kinds,

@@ -29,7 +29,7 @@ from ..integration.cache import RecurrentLayer
 from ..ops.multipole_causal import Context
 from ..results.schema import SOFTMAX
 from .loading import describe, load_model, named_configs, share_weights
-from .measuring import COMPILED, Competitor, Document, Progress, Race, Row, measure_rounds, measuring, no_progress
+from .measuring import COMPILED, Competitor, Document, Progress, Race, Row, measure_rounds, measuring
 from .report import report
 from .settings import DecodeSettings
 
@@ -39,7 +39,7 @@ PROMPT = 64  # maximum number of tokens of the prompt that creates a state
 STATIC = f"{SOFTMAX}, static cache"
 
 
-def measure(settings: DecodeSettings, progress: Progress = no_progress) -> Document:
+def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: None) -> Document:
     """Run the benchmark and return its result document. `progress(share, doing)` is called with the progress."""
     if min(settings.contexts) < 2:
         raise ValueError("A context must have at least 2 tokens.")

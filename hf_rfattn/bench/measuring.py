@@ -32,12 +32,8 @@ PROGRAMS = 256  # recompile limit of torch.compile per function, which several m
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Document = dict[str, Any]
-Progress = Callable[[float, str], Any]
+Progress = Callable[[float, str], Any]  # called with the share of the work that is done, and the current step
 Name = TypeVar("Name", bound=Hashable)
-
-
-def no_progress(share: float, doing: str) -> None:
-    """Ignore progress: `share` is the part of the work that is done, `doing` the current step."""
 
 
 @contextmanager

@@ -28,19 +28,7 @@ from ..mechanisms import Mechanism, MechanismConfig
 from ..results.documents import checkpoint_fingerprint, rounded
 from ..results.schema import SOFTMAX, parse_result
 from .loading import SHAPES, describe, load_model, named_configs, random_tokens, share_weights
-from .measuring import (
-    COMPILED,
-    FUSED,
-    TORCH,
-    Competitor,
-    Document,
-    Progress,
-    Race,
-    Row,
-    measure_rounds,
-    measuring,
-    no_progress,
-)
+from .measuring import COMPILED, FUSED, TORCH, Competitor, Document, Progress, Race, Row, measure_rounds, measuring
 from .report import Cell, cells_of, report
 from .settings import ModelSettings
 
@@ -50,7 +38,7 @@ LEARNING_RATE = 1e-6  # small, so that weights hardly change; the cost of a step
 AS_SAVED = "as saved"
 
 
-def measure(settings: ModelSettings, progress: Progress = no_progress) -> Document:
+def measure(settings: ModelSettings, progress: Progress = lambda share, doing: None) -> Document:
     """Run the benchmark and return its result document. `progress(share, doing)` is called with the progress."""
     attention: dict[str, Any] = dict(named_configs(settings.attention))  # unknown names fail now
     given = settings.model

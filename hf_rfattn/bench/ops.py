@@ -19,18 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..mechanisms import MechanismConfig, build_mechanism
 from ..results.schema import SOFTMAX
 from .loading import named_configs
-from .measuring import (
-    COMPILED,
-    DTYPES,
-    Competitor,
-    Document,
-    Progress,
-    Race,
-    Row,
-    measure_rounds,
-    measuring,
-    no_progress,
-)
+from .measuring import COMPILED, DTYPES, Competitor, Document, Progress, Race, Row, measure_rounds, measuring
 from .report import report
 from .settings import OpsSettings
 
@@ -48,7 +37,7 @@ def configs(settings: OpsSettings) -> list[tuple[str, MechanismConfig]]:
     return found
 
 
-def measure(settings: OpsSettings, progress: Progress = no_progress) -> Document:
+def measure(settings: OpsSettings, progress: Progress = lambda share, doing: None) -> Document:
     """Run the benchmark and return its result document. `progress(share, doing)` is called with the progress."""
     named = configs(settings)
     layers: dict[Row, Callable[..., Tensor]] = {Row(SOFTMAX): scaled_dot_product_attention}

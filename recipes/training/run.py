@@ -21,17 +21,8 @@ from hf_rfattn.results.schema import STAGES
 from .models import attention_of, make_optimizer, mechanism_parameters, rate_factor, set_attention
 from .options import RunOptions
 from .session import MODEL, PARTIAL, STATES, Session, peak_memory, run_recipe, whole_folder
-from .task import Task, TrainingOrder, check_share, evaluate, evaluation_loaders
-from .teaching import (
-    add_adapters,
-    make_teacher,
-    model_inputs,
-    recorded_transfer,
-    shared_batches,
-    transfer,
-    transfer_document,
-    without_adapters,
-)
+from .task import Task, TrainingOrder, check_share, evaluate, evaluation_loaders, model_inputs, shared_batches
+from .teaching import add_adapters, make_teacher, recorded_transfer, transfer, without_adapters
 
 BUDGET = ("batch_size", "learning_rate", "weight_decay", "warmup", "scheduler", "max_gradient_norm")
 ERROR_EXAMPLES, ERROR_TOKENS = 8, 2048  # at most, of the batch on which the error against softmax is measured
@@ -137,7 +128,7 @@ class Training:
         self._evaluate_stage(0, fresh=state is None)
         if options.transfer_steps:
             batches = shared_batches(session, self.prepared.train, self.prepared.collate, self.order)
-            self.transfer = transfer_document(transfer(session, self.model, batches, self.few), options.batch_size)
+            self.transfer = transfer(session, self.model, batches, self.few)
             self.attention = attention_of(self.model)  # in which some heads may have become exact
             self._evaluate_stage(1, fresh=state is None)
         if options.gradient_checkpointing:

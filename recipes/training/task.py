@@ -18,6 +18,7 @@ from hf_rfattn.results.schema import Metric
 from .data import Source
 from .session import Session
 
+MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 TARGETS = {"labels", "start_positions", "end_positions"}
 GROUP = 50  # batches within which examples are sorted by length
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
@@ -120,6 +121,22 @@ def check_share(batch_size: int, processes: int, passes: int) -> None:
             f"--batch-size {batch_size} cannot be shared by {processes} processes in {passes} passes (--accumulate): "
             f"it must be a multiple of {processes * passes}."
         )
+
+
+def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[str, Any]:
+    """Examples as a batch without labels."""
+    batch = collate([rows[i] for i in numbers])
+    return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
+
+
+def shared_batches(
+    session: Session, rows: Dataset, collate: Collate, order: TrainingOrder | None = None
+) -> Iterator[dict[str, Any]]:
+    """The share of this process of all examples, batch after batch without end and without labels."""
+    order = order or TrainingOrder(len(rows), session.options.batch_size, session.options.seed)
+    rank, processes = session.accelerator.process_index, session.accelerator.num_processes
+    for batch in order.batches(0):
+        yield model_inputs(rows, collate, batch[rank::processes])
 
 
 def evaluation_loaders(session: Session, prepared: Prepared, batch_size: int) -> dict[str, DataLoader]:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,32 +18,14 @@ from hf_rfattn.results.documents import RESULTS
 from .models import mechanism_parameters, read, read_config, with_pooling
 from .options import RunOptions
 from .session import TRANSFER, Session
-from .task import Collate, TrainingOrder
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = ("logits", "start_logits", "end_logits")
-
-
-def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[str, Any]:
-    """Examples as a batch without labels."""
-    batch = collate([rows[i] for i in numbers])
-    return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
-
-
-def shared_batches(
-    session: Session, rows: Dataset, collate: Collate, order: TrainingOrder | None = None
-) -> Iterator[dict[str, Any]]:
-    """The share of this process of all examples, batch after batch without end and without labels."""
-    order = order or TrainingOrder(len(rows), session.options.batch_size, session.options.seed)
-    rank, processes = session.accelerator.process_index, session.accelerator.num_processes
-    for batch in order.batches(0):
-        yield model_inputs(rows, collate, batch[rank::processes])
 
 
 def transfer(
     session: Session, model: PreTrainedModel, inputs: Iterable[Any], measure: Mapping[str, Any]
-) -> hf_rfattn.Conversion:
-    """Teach the mechanisms of a patched model; an interrupted run continues."""
+) -> dict[str, Any]:
+    """Teach the mechanisms of a patched model; an interrupted run continues. Returns what result files say about it."""
     options = session.options
     given: dict[str, Any] = {"steps": options.transfer_steps, "exact_heads": getattr(options, "exact_heads", 0.0)}
     if options.transfer_learning_rate is not None:
@@ -54,14 +35,9 @@ def transfer(
     with session.accelerator.autocast():
         done = hf_rfattn.convert(model, None, inputs, measure=measure, **given)
     session.say(str(done))
-    return done
-
-
-def transfer_document(done: hf_rfattn.Conversion, batch_size: int) -> dict[str, Any]:
-    """For the result file."""
     return {
         "steps": max(done.steps.values()),
-        "batch_size": batch_size,
+        "batch_size": options.batch_size,
         "seconds": round(done.seconds, 3),
         "error": {"before": done.before.overall, "after": done.after.overall, "average": done.after.average},
     }
