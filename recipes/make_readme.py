@@ -305,12 +305,15 @@ def gpu_break_even(documents: Documents, results: str) -> Iterator[Block]:
     yield Table("", ["attention", *(f"{device.name} (predicted)" for device in predicted.DEVICES)], rows)
 
 
-def figure(documents: Documents, results: str, plot: str, source: str) -> Iterator[Block]:
-    """A plot with its data, machine and command, and the break-even lengths of a benchmark."""
-    if source not in documents:
+def figure(documents: Documents, results: str, plot: str) -> Iterator[Block]:
+    """A plot with its data, machine and command, and the break-even lengths of a benchmark. The data of a study has the
+    name of the plot up to the last underscore.
+    """
+    source = next((name for name in (f"{plot}.json", f"{plot.rpartition('_')[0]}.json") if name in documents), None)
+    if source is None:
         return
     document = documents[source]
-    yield f"![{Path(plot).stem.replace('_', ' ')}]({results}{plot})"
+    yield f"![{Path(plot).stem.replace('_', ' ')}]({results}{plot}.png)"
     command = document.get("command") or f"hf-rfattn {document['kind']} --full"
     yield f"Measured on {measured_on(document)}, by `{command}`; [data]({results}{source})."
     if document["kind"].startswith("bench "):
@@ -347,42 +350,24 @@ COSTS: dict[str, Part] = {
     "decoder-trained": partial(decoder_cost, kinds=("fmm, bandwidth=512", "band, bandwidth=512"), trained=True),
     "gpu": gpu_break_even,
 }
-PLOTS = {  # of the gallery, and their data
-    "ops": ("ops_cpu.png", "ops_cpu.json"),
-    "bge": ("embeddings/speed_bge.png", "embeddings/speed_bge.json"),
-    "minilm": ("embeddings/speed_minilm.png", "embeddings/speed_minilm.json"),
-    "reviews": ("long_reviews/speed.png", "long_reviews/speed.json"),
-    "decode": ("decode_cpu.png", "decode_cpu.json"),
-    "heads": ("studies/heads_error.png", "studies/heads.json"),
-    "kinds": ("studies/heads_kinds.png", "studies/heads.json"),
-    "rank": ("studies/rank.png", "studies/rank.json"),
-    "mse": ("studies/mse_normal.png", "studies/mse.json"),
-    "sparse": ("studies/mse_sparse.png", "studies/mse.json"),
-    "norms": ("studies/mse_norms.png", "studies/mse.json"),
-    "gram": ("studies/gram_error.png", "studies/gram.json"),
-    "mrf": ("studies/mrf_error.png", "studies/mrf.json"),
-}
+PLOTS = {  # of the gallery
+    "ops": "ops_cpu", "bge": "embeddings/speed_bge", "minilm": "embeddings/speed_minilm",
+    "reviews": "long_reviews/speed", "decode": "decode_cpu", "heads": "studies/heads_error",
+    "kinds": "studies/heads_kinds", "rank": "studies/rank", "mse": "studies/mse_normal", "sparse": "studies/mse_sparse",
+    "norms": "studies/mse_norms", "gram": "studies/gram_error", "mrf": "studies/mrf_error",
+}  # fmt: skip
 PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
     Path("README.md"): (f"{RESULTS}/", {"picture": tradeoff, "accuracy": scores, "speed": speed}),
-    RESULTS / "README.md": (
-        "",
-        {
-            "accuracy": comparisons,
-            "evaluations": evaluations,
-            "contexts": contexts,
-            "speed": benchmarks,
-            "gpu": gpu_prediction,
-            "studies": studies,
-        },
-    ),
+    RESULTS / "README.md": ("", {
+        "accuracy": comparisons, "evaluations": evaluations, "contexts": contexts, "speed": benchmarks,
+        "gpu": gpu_prediction, "studies": studies,
+    }),
     Path("docs/reference/upstream.md"): (f"../../{RESULTS}/", {"upstream": upstream}),
     Path("docs/guides/choose.md"): (f"../../{RESULTS}/", COSTS),
     Path("docs/gallery.md"): (
-        f"../{RESULTS}/",
-        {"tradeoff": tradeoff}
-        | {name: partial(figure, plot=plot, source=source) for name, (plot, source) in PLOTS.items()},
+        f"../{RESULTS}/", {"tradeoff": tradeoff} | {name: partial(figure, plot=plot) for name, plot in PLOTS.items()}
     ),
-}
+}  # fmt: skip
 
 
 def main(root: Annotated[Path, typer.Option(help="Of the repository whose pages are filled.")] = ROOT) -> None:

@@ -3,20 +3,19 @@
 Each timed run is several consecutive forward passes of the whole model with its cache, as in `generate` (with its mask
 of ones), without the choice of the token. The context is not computed, which would take hours on a CPU:
 
-- The time of softmax depends only on the size of its cache, so a `DynamicCache` is filled with n random keys and values
-  per layer. Each step costs what it costs in `generate`: `torch.cat` copies the keys and values of each layer to append
+- The time of softmax depends only on the size of its cache, so a `DynamicCache` is filled up to n with random keys and
+  values. Each step costs what it costs in `generate`: `torch.cat` copies the keys and values of each layer to append
   one, and attention reads them.
 - A `StaticCache` is allocated for all tokens, so a step writes one row and copies nothing. Compiled steps always use
   it.
 - The state of a patched layer has a constant size. A short prompt creates it, and its token count is set to n. If it
   holds all keys, it is filled with n random ones.
 
-Before each timed run, the cache is cut back to n - 1 tokens, contiguous as after `torch.cat`, and one step is run
-without timing. All mechanisms at one context are interleaved.
+Before each timed run, the cache is cut back to n - 1 tokens, and one step is run without timing. All mechanisms at one
+context are interleaved.
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -109,12 +108,21 @@ class Decoder:
         self.token = prompt[:, :1]
         self._forward(model, prompt, self.mask[:, : shape[1]])
         for layer in self.cache.layers:
-            self._lengthen(layer)
+            self._lengthen(layer, context - 1 - shape[1])
+        self.start = [(layer.keys, layer.values) for layer in self.cache.layers]
 
     def prepare(self) -> None:
         """Cut the cache back and run one step, after which it holds `context` tokens."""
-        for layer in self.cache.layers:
-            self._rewind(layer)
+        for layer, (keys, values) in zip(self.cache.layers, self.start, strict=True):
+            layer.keys, layer.values = keys, values
+            if isinstance(layer, RecurrentLayer):
+                layer.seen = self.context - 1
+                for held in _contexts(layer.state):
+                    held.rewind(self.context - 1)
+            elif isinstance(layer, StaticLayer):
+                layer.cumulative_length.fill_(self.context - 1)  # type: ignore[attr-defined]
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = self.context - 1
         self.length = self.context - 1
         self.step()
 
@@ -130,46 +138,22 @@ class Decoder:
     def _forward(self, model: Callable[..., Any], tokens: Tensor, mask: Tensor) -> None:
         model(input_ids=tokens, attention_mask=mask, past_key_values=self.cache, use_cache=True)
 
-    def _lengthen(self, layer: Any) -> None:
-        """Replace the keys and values of the prompt with random ones for the whole context."""
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                new = old.new_empty(*old.shape[:2], self._kept(layer), old.shape[3])
-                setattr(layer, name, new.normal_(generator=self.generator))
-        elif type(layer) is StaticLayer:
-            for tensor in (layer.keys, layer.values):
-                tensor.normal_(generator=self.generator)  # type: ignore[union-attr]
-        elif isinstance(layer, RecurrentLayer):
+    def _lengthen(self, layer: Any, more: int) -> None:
+        """Append random keys and values to those of the prompt; a state that holds all keys gets only random ones."""
+        if isinstance(layer, RecurrentLayer):
             for held in _contexts(layer.state):
                 held.reset()
                 shapes = ((*x.shape[:2], self.context - 1, x.shape[3]) for x in (held.keys, held.values))
                 k, v = (torch.randn(shape, generator=self.generator, device=self.model.device) for shape in shapes)
                 with torch.no_grad():
                     held.copy_(held.extended(k, v, None)[0])
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer):
+            new = (x.new_empty(*x.shape[:2], more, x.shape[3]) for x in (layer.keys, layer.values))
+            layer.update(*(x.normal_(generator=self.generator) for x in new))
         else:
             raise ValueError(
                 f"bench decode does not support {type(self.model).__name__}, whose cache has a {type(layer).__name__}."
             )
-
-    def _rewind(self, layer: Any) -> None:
-        if isinstance(layer, RecurrentLayer):
-            layer.seen = self.context - 1
-            for held in _contexts(layer.state):
-                held.rewind(self.context - 1)
-            return
-        if isinstance(layer, StaticLayer):
-            layer.cumulative_length.fill_(self.context - 1)  # type: ignore[attr-defined]
-            return
-        layer.keys = layer.keys[:, :, : self._kept(layer)].contiguous()
-        layer.values = layer.values[:, :, : self._kept(layer)].contiguous()
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = self.context - 1
-
-    def _kept(self, layer: DynamicLayer) -> int:
-        """Number of keys of a layer before the step in `prepare`."""
-        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else math.inf
-        return int(min(self.context - 1, window - 1))
 
 
 def cache_bytes(cache: Any) -> int:

@@ -32,25 +32,15 @@ class Device(NamedTuple):
     source: str
 
 
+SOURCES = (
+    "80 GB SXM, by https://glennklockwood.com/garden/processors/A100, which quotes NVIDIA's data sheet "
+    "(nvidia-a100-datasheet-us-nvidia-1758950-r4) and white paper",
+    "80 GB SXM5, without sparsity, by https://glennklockwood.com/garden/processors/h100 and "
+    "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, which quote NVIDIA",
+)
 DEVICES = (
-    Device(
-        "A100",
-        312e12,
-        19.5e12,
-        2.039e12,
-        108,
-        "80 GB SXM, by https://glennklockwood.com/garden/processors/A100, which quotes NVIDIA's data sheet "
-        "(nvidia-a100-datasheet-us-nvidia-1758950-r4) and white paper",
-    ),
-    Device(
-        "H100",
-        989.4e12,
-        66.9e12,
-        3.35e12,
-        132,
-        "80 GB SXM5, without sparsity, by https://glennklockwood.com/garden/processors/h100 and "
-        "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html, which quote NVIDIA",
-    ),
+    Device("A100", 312e12, 19.5e12, 2.039e12, 108, SOURCES[0]),
+    Device("H100", 989.4e12, 66.9e12, 3.35e12, 132, SOURCES[1]),
 )
 
 
