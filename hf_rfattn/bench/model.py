@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..integration.cost import is_causal
-from ..integration.discovery import find_attention
 from ..integration.names import SPEC
 from ..integration.reading import load_config
 from ..mechanisms import Mechanism, MechanismConfig
@@ -50,7 +48,7 @@ def measure(settings: ModelSettings, progress: Progress = lambda share, doing: N
         model.config.get_text_config().use_cache = False
         attention = attention or _as_saved(given) or dict(named_configs(["favor+"]))
         models = share_weights(model, attention, settings.seed)
-        description = describe(model, given, settings.dtype) | {"causal": _causal(model)}
+        description = describe(model, given, settings.dtype)
         result |= {
             "model": description | ({"name": settings.base_model} if settings.base_model else {}),
             "checkpoint": checkpoint_fingerprint(given) if (Path(given) / "config.json").exists() else None,
@@ -128,12 +126,6 @@ def _optimizers(models: dict[str, PreTrainedModel]) -> dict[str, list[torch.opti
 def _features(model: PreTrainedModel) -> int | None:
     """Number of features in the first patched layer."""
     return next((module.num_features for module in model.modules() if isinstance(module, Mechanism)), None)
-
-
-def _causal(model: PreTrainedModel) -> bool | None:
-    """Whether the model is causal; None for a model with both kinds of attention."""
-    flags = {is_causal(site) for site in find_attention(model) if not site.cross}
-    return flags.pop() if len(flags) == 1 else None
 
 
 def speed_documents(result: Document) -> dict[str, Document]:

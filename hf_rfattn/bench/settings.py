@@ -8,6 +8,8 @@ DIRECTIONS = {"bidirectional": False, "causal": True}
 PASSES = {"forward": False, "training": True}
 PATHS = ("torch", "compiled", "fused")
 ATTENTION = ("favor+", "hedgehog", "fmm", "band", "multipole", "average")
+REPETITIONS = "Repetitions of each measurement; the median is reported."
+TIME_LIMIT = "Time limit for all repetitions of one measurement; slow ones are repeated less often."
 
 
 def setting(default: Any, help: str, **rules: Any) -> Any:
@@ -31,10 +33,8 @@ class Settings:
     device: str = setting("cpu", "Torch device: cpu, cuda, cuda:1.")
     dtype: str = setting("", "float32, bfloat16 or float16. Default: float32 on a CPU, bfloat16 on a GPU.")
     batch: int = setting(1, "Batch size.", min=1)
-    repetitions: int = setting(8, "Repetitions of each measurement; the median is reported.", min=1)
-    max_seconds: float = setting(
-        1.0, "Time limit for all repetitions of one measurement; slow ones are repeated less often.", min=0
-    )
+    repetitions: int = setting(8, REPETITIONS, min=1)
+    max_seconds: float = setting(1.0, TIME_LIMIT, min=0)
     threads: int | None = setting(None, "Number of torch threads. Default: torch's own.", min=1)
     seed: int = setting(0, "Random seed.")
 
@@ -71,10 +71,8 @@ class ModelSettings(Settings):
     passes: Sequence[bool] = setting(
         (False, True), "forward (without gradients), training (with an AdamW step) or both.", choices=PASSES
     )
-    repetitions: int = setting(6, "Repetitions of each measurement; the median is reported.", min=1)
-    max_seconds: float = setting(
-        5.0, "Time limit for all repetitions of one measurement; slow ones are repeated less often.", min=0
-    )
+    repetitions: int = setting(6, REPETITIONS, min=1)
+    max_seconds: float = setting(5.0, TIME_LIMIT, min=0)
 
 
 @dataclass(kw_only=True)
@@ -84,6 +82,4 @@ class DecodeSettings(Settings):
     model: str = setting("gpt2", "A folder, a name on the Hub, or gpt2 (random weights).")
     contexts: Sequence[int] = setting((1024, 4096, 16384), "Context lengths: numbers of tokens in the cache.")
     tokens: int = setting(4, "Number of tokens to generate per repetition.", min=1)
-    max_seconds: float = setting(
-        10.0, "Time limit for all repetitions of one measurement; slow ones are repeated less often.", min=0
-    )
+    max_seconds: float = setting(10.0, TIME_LIMIT, min=0)

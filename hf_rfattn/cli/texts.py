@@ -4,12 +4,13 @@ import csv
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+KINDS = (".txt", ".csv", ".jsonl", ".json", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def read_texts(data: str, columns: Sequence[str], split: str, config: str | None
         config = None
         name = path.stem if path.is_file() else path.resolve().name
         found: Iterable[Row] = itertools.chain.from_iterable(map(_read, _files(path, split)))
-    elif path.suffix in READERS or data.startswith((".", "/", "~")) or data.count("/") > 1:
+    elif path.suffix in KINDS or data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise ValueError(f"--data: there is no file or folder {data!r}.")
     else:
         name = data
@@ -47,53 +48,36 @@ def read_texts(data: str, columns: Sequence[str], split: str, config: str | None
 
 def _files(path: Path, split: str) -> list[Path]:
     """The file, or those of a folder that can be read; if some are named by the split, only those."""
-    kinds = ", ".join(READERS)
+    kinds = ", ".join(KINDS)
     if path.is_file():
-        if path.suffix not in READERS:
+        if path.suffix not in KINDS:
             raise ValueError(f"--data {path}: files of kind {path.suffix!r} cannot be read, only {kinds}.")
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in READERS)
+    files = sorted(file for file in path.iterdir() if file.suffix in KINDS)
     if not files:
         raise ValueError(f"--data: the folder {path} has no file that can be read ({kinds}).")
     return [file for file in files if file.name.startswith((f"{split}.", f"{split}-"))] or files
 
 
 def _read(path: Path) -> Iterator[Row]:
+    """The rows of a file. JSON files have one object per line, or one list of objects."""
+    if path.suffix == ".parquet":
+        yield from _load(str(path), "parquet", data_files=str(path), split="train")
+        return
     try:
-        yield from READERS[path.suffix](path)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".txt":
+                yield from ({"text": line.rstrip("\r\n")} for line in file)
+            elif path.suffix == ".csv":
+                csv.field_size_limit(2**31 - 1)  # the default refuses long texts
+                yield from csv.DictReader(file)
+            elif file.read(1) == "[":
+                yield from json.loads("[" + file.read())
+            else:
+                file.seek(0)
+                yield from (json.loads(line) for line in file if line.strip())
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise ValueError(f"--data: {path} cannot be read: {error}.") from error
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for line in file:
-            yield {"text": line.rstrip("\n")}
-
-
-def _csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses long texts
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file)
-
-
-def _json(path: Path) -> Iterator[Row]:
-    """One object per line, or one list of objects."""
-    with path.open(encoding="utf-8-sig") as file:
-        if file.read(1) == "[":
-            yield from json.loads("[" + file.read())
-        else:
-            file.seek(0)
-            yield from (json.loads(line) for line in file if line.strip())
-
-
-def _parquet(path: Path) -> Iterable[Row]:
-    return _load(str(path), "parquet", data_files=str(path), split="train")
-
-
-READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
-    ".txt": _lines, ".csv": _csv, ".jsonl": _json, ".json": _json, ".parquet": _parquet,
-}  # fmt: skip
 
 
 def _load(shown: str, *names: str | None, **options: Any) -> Iterable[Row]:
