@@ -11,7 +11,7 @@ from support.commands import QUICK_OPS, failure, run
 from hf_rfattn import build_mechanism
 from hf_rfattn.bench import ops
 from hf_rfattn.bench.measuring import Competitor, interleave, median_ratio
-from hf_rfattn.bench.report import cells_of, crossover, report, rows_of, speed_table
+from hf_rfattn.bench.report import cells_of, report, rows_of, speed_table, speeds_of
 from hf_rfattn.results import documents
 from hf_rfattn.results import plots as plotting
 from hf_rfattn.results.report import measured_crossover
@@ -136,7 +136,7 @@ def made_up():
 def test_a_crossover_is_marked_where_the_lines_cross():
     document = made_up()
     ((_, _), (name, row)) = rows_of(document)
-    assert crossover(row) == {"length": 512, "interpolated": 323, "lengths": [128, 512, 2048]}
+    assert measured_crossover(*speeds_of(row)) == (512, 323)
     table, image = report(document, "ops")
     assert table.rows[1] == [name, "favor+, M = 64", "0.25 ×, 4 ms", "2.00 ×, 8 ms", "8.00 ×, 32 ms", "512 (323)"]
     panel = image.draw().axes[0]

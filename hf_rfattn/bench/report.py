@@ -52,11 +52,10 @@ def label_of(cell: Cell) -> str:
     return f"{cell['attention']}{count}" + ("" if cell["path"] == TORCH else f" ({cell['path']})")
 
 
-def crossover(row: Sequence[Cell]) -> dict[str, Any]:
-    """The break-even length of a row."""
-    speeds = {cell["length"]: cell["speed_over_softmax"] for cell in row if cell["speed_over_softmax"]}
-    length, interpolated = measured_crossover(list(speeds), list(speeds.values()))
-    return {"length": length, "interpolated": interpolated, "lengths": [cell["length"] for cell in row]}
+def speeds_of(row: Sequence[Cell]) -> tuple[list[int], list[float]]:
+    """The lengths of a row, and its speed over softmax."""
+    known = [cell for cell in row if cell["speed_over_softmax"]]
+    return [cell["length"] for cell in known], [cell["speed_over_softmax"] for cell in known]
 
 
 def report(result: Document, name: str) -> list[Block]:
@@ -105,7 +104,7 @@ def _table(
         own = {cell["length"]: text(cell) for cell in row}
         lines.append([name, label_of(row[0]), *(own.get(length, DASH) for length in lengths)])
         if break_even:
-            lines[-1].append("" if row[0]["attention"] == SOFTMAX else crossover_text(crossover(row)))
+            lines[-1].append("" if row[0]["attention"] == SOFTMAX else crossover_text(*speeds_of(row)))
     headings = ["", "", *(f"{length:,} tokens" for length in lengths)]
     return Table(title, headings + ["faster from (break-even)"] * break_even, lines, aligned=False)
 
@@ -126,7 +125,7 @@ def plot(result: Document) -> Any:
             lines.append(Line(label_of(row[0]), x, median, (lower, upper), **about))
             if all(cell["bytes"] for cell in row):
                 memory.append(Line(label_of(row[0]), x, [cell["bytes"] / 2**20 for cell in row], **about))
-            length = None if attention == SOFTMAX else crossover(row)["interpolated"]
+            length = None if attention == SOFTMAX else measured_crossover(*speeds_of(row))[1]
             break_even += [(length, attention)] if length else []
         panels.append(Panel(name, "length (tokens)", "milliseconds", lines, None, break_even))
     if memory:

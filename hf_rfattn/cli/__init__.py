@@ -65,9 +65,7 @@ def main(
     pass
 
 
-def list_mechanisms(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def list_mechanisms(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List attention mechanisms and their options."""
     from ..mechanisms import describe_options, mechanism_names, resolve_config
     from ..mechanisms.config import option_value

@@ -49,29 +49,26 @@ def _add(name: str, settings: type[Settings], description: str, example: str) ->
 
 
 def _annotation(field: Field) -> Any:
-    """The type of an option: names may be given one by one or between commas, other lists as one text with commas."""
+    """The type of an option. Lists may be given with commas, or the option several times."""
     option = typer.Option(help=field.metadata["help"], min=field.metadata.get("min"))
-    listed = field.type == Sequence[str] and "choices" not in field.metadata
-    return Annotated[list[str] if listed else str if "Sequence" in str(field.type) else field.type, option]
+    return Annotated[list[str] if "Sequence" in str(field.type) else field.type, option]
 
 
 def _default(field: Field) -> Any:
     if "choices" in field.metadata:
-        return ",".join(name for name, value in field.metadata["choices"].items() if value in field.default)
-    if field.type == Sequence[int]:
-        return ",".join(map(str, field.default))
-    return list(field.default) if field.type == Sequence[str] else field.default
+        return [name for name, value in field.metadata["choices"].items() if value in field.default]
+    return [str(value) for value in field.default] if "Sequence" in str(field.type) else field.default
 
 
 def _parse(field: Field, given: Any) -> Any:
-    flag = f"--{field.name.replace('_', '-')}"
+    if "Sequence" not in str(field.type):
+        return given
+    flag, text = f"--{field.name.replace('_', '-')}", ",".join(given)
     if "choices" in field.metadata:
-        return parse_choices(flag, given, field.metadata["choices"]) if given else ()
+        return parse_choices(flag, text, field.metadata["choices"]) if text else ()
     if field.type == Sequence[int]:
-        return parse_numbers(flag, given, _default(field))
-    if field.type == Sequence[str]:
-        return list(dict.fromkeys(name.strip() for names in given for name in names.split(",")))
-    return given
+        return parse_numbers(flag, text, ",".join(_default(field)))
+    return list(dict.fromkeys(name.strip() for name in text.split(","))) if text else []
 
 
 def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json: bool) -> None:

@@ -15,12 +15,7 @@ Choice = TypeVar("Choice")
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 # Packages that not everybody needs, and the extra that each comes with.
-EXTRAS = {
-    "matplotlib": "plots",
-    "rich": "bench",
-    "accelerate": "recipes",
-    "datasets": "recipes",
-}
+EXTRAS = {"matplotlib": "plots", "rich": "bench", "accelerate": "recipes", "datasets": "recipes"}
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

@@ -54,8 +54,7 @@ def publish(
         bool, typer.Option("--dry-run", help="Check everything and list the files, but upload nothing.")
     ] = False,
     include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FILE", help="Also upload this file of DIR; can be repeated."),
+        list[str] | None, typer.Option(metavar="FILE", help="Also upload this file of DIR; can be repeated.")
     ] = None,
 ) -> None:
     """Upload a patched model, its card and results to the Hub.

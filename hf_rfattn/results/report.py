@@ -5,7 +5,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,12 +195,13 @@ def measured_crossover(lengths: Sequence[int], speed_over_softmax: Sequence[floa
     return length, round(before * (length / before) ** (math.log(1 / slower) / math.log(speed / slower)))
 
 
-def crossover_text(found: Mapping[str, Any]) -> str:
-    """Format a crossover of a result document, {length, interpolated, lengths}.
+def crossover_text(lengths: Sequence[int], speed_over_softmax: Sequence[float]) -> str:
+    """Format the result of `measured_crossover`.
 
-    >>> crossover_text({"length": 512, "interpolated": 362}), crossover_text({"length": None, "lengths": [128, 1024]})
+    >>> crossover_text([256, 512], [0.5, 2.0]), crossover_text([128, 1024], [0.5, 0.9])
     ('512 (362)', 'not up to 1,024')
     """
-    if found["length"] is None:
-        return f"not up to {max(found['lengths']):,}"
-    return f"{found['length']:,}" + (f" ({found['interpolated']:,})" if found["interpolated"] else "")
+    length, interpolated = measured_crossover(lengths, speed_over_softmax)
+    if length is None:
+        return f"not up to {max(lengths):,}"
+    return f"{length:,}" + (f" ({interpolated:,})" if interpolated else "")

@@ -47,11 +47,7 @@ class MseStudy(Study):
     seed: int = 0
 
     name: ClassVar[str] = "mse"
-    full_settings: ClassVar[dict[str, Any]] = {
-        "draws": 8,
-        "short_draws": 40,
-        "features": (16, 64, 256, 1024, 4096),
-    }
+    full_settings: ClassVar[dict[str, Any]] = {"draws": 8, "short_draws": 40, "features": (16, 64, 256, 1024, 4096)}
 
     def measure(self, advance: Advance) -> Result:
         rows, norms = [], []
