@@ -9,8 +9,8 @@ import pytest
 from support.models import tiny_bert
 from support.word_tokenizers import tiny_tokenizer
 
-from hf_rfattn.cli.command_line import EXTRAS
 from hf_rfattn.install import PACKAGE, install_command
+from hf_rfattn.results.messages import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 CODE = """

@@ -1,6 +1,5 @@
 """What commands share: errors and Ctrl-C as one line, progress, numbers and choices, the command as it was typed."""
 
-import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -9,13 +8,9 @@ from typing import Any, TypeVar
 
 import typer
 
-from ..install import install_command
+from ..results.messages import script
 
 Choice = TypeVar("Choice")
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
-
-# Packages that not everybody needs, and the extra that each comes with.
-EXTRAS = {"matplotlib": "plots", "rich": "bench", "accelerate": "recipes", "datasets": "recipes"}
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -31,26 +26,10 @@ def example_of(words: str) -> str:
 
 @contextmanager
 def errors_without_traceback() -> Iterator[None]:
-    """User errors become one line and exit code 2; Ctrl-C one line, with its own message, and exit code 130."""
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        message, code = str(error), 2
-        if package in EXTRAS:
-            message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
-    except (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError) as error:
-        message, code = str(error), 2
-    except KeyboardInterrupt as interrupt:
-        message, code = f"Interrupted. {interrupt}", INTERRUPTED
-    else:
-        return
-    paragraph = message.strip().partition("\n\n")[0]
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # once per machine
-        typer.echo(f"hf-rfattn: {' '.join(paragraph.split())}", err=True)
-    raise typer.Exit(code)
+    """User errors, Ctrl-C and warnings become one line each."""
+    with script(name="hf-rfattn"), warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        yield
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
