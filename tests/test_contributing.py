@@ -17,8 +17,9 @@ def test_a_mechanism_in_one_new_file(tmp_path):
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (name,) = re.findall(r"Create `hf_rfattn/mechanisms/(\w+)\.py`", guide)
     (code,) = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
-    for folder in ("hf_rfattn", "tests", "recipes"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for folder, without in (("hf_rfattn", ()), ("tests", ()), ("recipes", ("results",))):
+        ignore = shutil.ignore_patterns("__pycache__", *without)
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "hf_rfattn" / "mechanisms" / f"{name}.py").write_text(code, encoding="utf-8")
 
