@@ -25,15 +25,7 @@ from datasets import Dataset
 from torch import Tensor
 from training.classification import CORRELATIONS, measure
 from training.data import SUBSET_SEED, Source, check_texts, find_source, take
-from training.models import (
-    Collator,
-    attention_of,
-    choose_length,
-    load_tokenizer,
-    read_config,
-    set_attention,
-    with_padding,
-)
+from training.models import Collator, attention_of, choose_length, load_tokenizer, read_config, set_attention
 from training.options import SEQUENCE_PARALLEL, CommonOptions, described
 from training.session import MODEL, Session, peak_memory, run_recipe, whole_folder
 from training.task import MODEL_INPUTS, TrainingOrder, as_document, check_share, model_inputs, shared_batches
@@ -154,7 +146,7 @@ def teach(session: Session, encoder: Any, data: "Retrieval | Dataset", length: i
 
     Beside documents, every third step sees sentences of them, four times as many: queries are as short.
     """
-    options, tokenizer = session.options, with_padding(encoder.tokenizer)
+    options, tokenizer = session.options, encoder.tokenizer
     collate, size = Collator(tokenizer), options.batch_size
 
     def encode(texts: Sequence[str], size: int) -> tuple[Dataset, Iterable[Any]]:

@@ -113,15 +113,12 @@ def write_rows(path):
 
 @pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
 def test_kinds_of_files(tmp_path, kind):
-    read = read_texts(str(write_rows(tmp_path / f"train.{kind}")), ["a", "b"], "train", None, 1000)
-    assert read.rows == PAIRS and read.name == "train"
-    assert (
-        read.document()["fingerprint"]
-        == read_texts(str(tmp_path), ["a", "b"], "train", None, 60).document()["fingerprint"]
-    )
+    rows, about = read_texts(str(write_rows(tmp_path / f"train.{kind}")), ["a", "b"], "train", None, 1000)
+    assert rows == PAIRS and about["name"] == "train"
+    assert about["fingerprint"] == read_texts(str(tmp_path), ["a", "b"], "train", None, 60)[1]["fingerprint"]
     (tmp_path / "test.txt").write_text("not read")
-    assert read_texts(str(tmp_path), ["b"], "train", None, 5).rows == [(second,) for _, second in PAIRS[:5]]
-    assert read_texts(str(tmp_path), ["text"], "test", None, 5).rows == [("not read",)]
+    assert read_texts(str(tmp_path), ["b"], "train", None, 5)[0] == [(second,) for _, second in PAIRS[:5]]
+    assert read_texts(str(tmp_path), ["text"], "test", None, 5)[0] == [("not read",)]
 
 
 def test_pairs(bert, tmp_path):

@@ -91,7 +91,7 @@ def convert(
             raise ValueError(f"--batch-size {batch_size} must be a multiple of the {process_count()} processes.")
         config = _trainable(parse_attention(attention, options or []), options or [])
         before = _unfinished(output)
-        texts = read_texts(data, columns, split, data_config, max_texts)
+        texts, dataset = read_texts(data, columns, split, data_config, max_texts)
         document = new_result("transfer", seed=seed, device=chosen.type, packages=["tokenizers"])
         loaded, tokenizer = load(model)
         if tokenizer is None:
@@ -101,7 +101,7 @@ def convert(
         length = _length(loaded, tokenizer, max_length, extend_positions)
         batches = _batches(texts, tokenizer, length, (steps + 1) * batch_size if join else None, batch_size, seed)
         settings = {
-            "model": model, "attention": config.to_dict(), "layers": layers, "data": texts.document(), "join": join,
+            "model": model, "attention": config.to_dict(), "layers": layers, "data": dataset, "join": join,
             "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
             "exact_heads": exact_heads, "learning_rate": learning_rate, "seed": seed,
         }  # fmt: skip
@@ -116,7 +116,7 @@ def convert(
             if process_rank() > 0:
                 return
             document |= {"model": base_model or name_of(model), "command": typed(context)}
-            document |= {"processes": process_count(), "dataset": settings["data"], "errors": done.to_dict()}
+            document |= {"processes": process_count(), "dataset": dataset, "errors": done.to_dict()}
             document["transfer"] = {
                 "steps": max(done.steps.values()),
                 "batch_size": batch_size,
@@ -186,11 +186,11 @@ def _batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, batc
 
     from ..conversion.processes import process_count, process_rank
 
-    rows: Any = texts.rows if blocks is None else _blocks(texts, tokenizer, length, blocks)
+    rows: Any = texts if blocks is None else _blocks(texts, tokenizer, length, blocks)
     if len(rows) <= batch_size:
         what = "texts" if blocks is None else f"blocks of {length} tokens"
         raise ValueError(
-            f"--data {texts.name} has {len(rows)} {what}; more than --batch-size {batch_size} are needed, since one "
+            f"--data has {len(rows)} {what}; more than --batch-size {batch_size} are needed, since one "
             "batch is held out to measure errors. Give more text, or a smaller --batch-size or --max-length."
         )
     if tokenizer.pad_token is None:  # any token will do, since padding is masked
@@ -213,7 +213,7 @@ def _blocks(texts: Texts, tokenizer: Any, length: int, most: int) -> "tuple[torc
     """Blocks of tokens, as language models are trained on; the incomplete one at the end is left out."""
     import torch
 
-    lines = [text.rstrip("\n") + "\n" for (text,) in texts.rows]
+    lines = [text.rstrip("\n") + "\n" for (text,) in texts]
     tokens: list[int] = []
     for start in range(0, len(lines), 1000):
         for encoded in tokenizer(lines[start : start + 1000], add_special_tokens=False, verbose=False)["input_ids"]:

@@ -5,33 +5,20 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+Texts = list[tuple[str, ...]]
 KINDS = (".txt", ".csv", ".jsonl", ".json", ".parquet")
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Rows of one text each, or of two that belong together; `name`, `config`, `split`: as result files name them."""
-
-    rows: list[tuple[str, ...]]
-    name: str
-    config: str | None
-    split: str
-
-    def document(self) -> dict[str, Any]:
-        """For result files; equal texts have equal fingerprints."""
-        digest = hashlib.sha256()
-        for row in self.rows:
-            digest.update(json.dumps(row).encode())
-        return {"name": self.name, "config": self.config, "split": self.split, "fingerprint": digest.hexdigest()}
-
-
-def read_texts(data: str, columns: Sequence[str], split: str, config: str | None, most: int) -> Texts:
-    """The first `most` texts of a file, a folder or a data set on the Hub; empty ones are left out."""
+def read_texts(
+    data: str, columns: Sequence[str], split: str, config: str | None, most: int
+) -> tuple[Texts, dict[str, Any]]:
+    """The first `most` texts of a file, a folder or a data set on the Hub, without empty ones, and a description for
+    result files. A row is one text, or two that belong together; equal texts have equal fingerprints.
+    """
     path = Path(data).expanduser()
     if path.exists():
         config = None
@@ -43,7 +30,8 @@ def read_texts(data: str, columns: Sequence[str], split: str, config: str | None
         name = data
         found = _load(f"{data!r} is no file or folder here, and on the Hub it", data, config, split=split)
     rows = [row for row in itertools.islice(_cells(found, columns, data), most) if all(cell.strip() for cell in row)]
-    return Texts(rows, name, config, split)
+    fingerprint = hashlib.sha256("".join(map(json.dumps, rows)).encode()).hexdigest()
+    return rows, {"name": name, "config": config, "split": split, "fingerprint": fingerprint}
 
 
 def _files(path: Path, split: str) -> list[Path]:

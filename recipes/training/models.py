@@ -32,13 +32,9 @@ def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConf
 
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
-    """A tokenizer with a padding token."""
+    """A tokenizer with a padding token. GPT-2 and its kin have none; any other will do, since padding is masked."""
     option = "--tokenizer" if options.tokenizer else "--model"
-    return with_padding(read(option, AutoTokenizer, options.tokenizer or options.model))
-
-
-def with_padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """GPT-2 and its kin have no padding token; any other one will do, since padding is masked."""
+    tokenizer = read(option, AutoTokenizer, options.tokenizer or options.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
@@ -177,7 +173,7 @@ class Collator:
     others: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        padding = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0}
+        padding = {"input_ids": self.tokenizer.pad_token_id or 0, "attention_mask": 0}  # any id: padding is masked
         padding |= {"token_type_ids": self.tokenizer.pad_token_type_id, **self.others}
         batch = {}
         for name in rows[0]:
