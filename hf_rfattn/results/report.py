@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from .documents import rounded
@@ -18,22 +20,6 @@ if TYPE_CHECKING:
 
 DASH = "–"  # in a cell: not measured
 PNG: dict[str, Any] = {"dpi": 150, "metadata": {"Software": None}}
-PAGE = """<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }}
-table {{ display: block; overflow-x: auto; border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; }}
-th, td {{ padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }}
-td:last-child {{ white-space: normal; min-width: 9rem; }} th {{ border-bottom: 2px solid #888; }}
-img {{ max-width: 100%; height: auto; }} p {{ max-width: 52rem; }}
-</style></head>
-<body>
-{body}</body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +85,8 @@ def as_html(title: str, blocks: Sequence[Block]) -> str:
             block.draw().savefig(stream, format="png", **PNG)
             data = base64.b64encode(stream.getvalue()).decode()
             body = body.replace(f'src="{block.name}"', f'src="data:image/png;base64,{data}"')
-    return PAGE.format(title=html.escape(title), body=body)
+    page = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(title), body=body)
 
 
 def print_blocks(blocks: Iterable[Block], console: "Console") -> None:
