@@ -17,9 +17,9 @@ from support.recipes import environment, make_gpt2
 from typer.testing import CliRunner
 
 import hf_rfattn
-from hf_rfattn.cli import app
-from hf_rfattn.cli import convert_model as command
-from hf_rfattn.cli.texts import read_texts
+from hf_rfattn.cli import app, converting
+from hf_rfattn.cli.convert_model import convert
+from hf_rfattn.cli.converting import read_texts
 from hf_rfattn.conversion.transfer import Transfer
 from hf_rfattn.results.schema import parse_result
 
@@ -44,7 +44,7 @@ def same(first, second):
 
 
 def test_defaults_are_those_of_the_function():
-    own, function = (inspect.signature(f).parameters for f in (command.convert, hf_rfattn.convert))
+    own, function = (inspect.signature(f).parameters for f in (convert, hf_rfattn.convert))
     assert [own[name].default for name in ("steps", "batch_size")] == [
         function[name].default for name in ("steps", "batch_size")
     ]
@@ -74,7 +74,7 @@ def test_from_text_to_a_model_that_loads_as_it_was(bert, texts, tmp_path, monkey
     assert result.dataset["name"] == "lines" and result.document["command"].startswith("hf-rfattn convert bert")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Attention transfer" in card and f"{errors['after']['overall'][0]:.3g}"[:4] in card
-    assert not (tmp_path / "out" / command.STATE).exists()
+    assert not (tmp_path / "out" / converting.STATE).exists()
     assert "exists already" in failure("convert", bert, "hedgehog", "--data", texts, "-o", tmp_path / "out")
 
 
@@ -88,7 +88,7 @@ def test_json(bert, texts, tmp_path):
 
 def test_projections_are_trained_unless_options_say_otherwise():
     def trainable(name, *options):
-        return command._trainable(hf_rfattn.parse_attention(name, options), list(options))
+        return converting.make_trainable(hf_rfattn.parse_attention(name, options), list(options))
 
     assert trainable("favor+").trainable and not trainable("favor+", "trainable=false").trainable
     assert trainable("fmm").far[0].trainable and trainable("fmm", "far=elu").far[0].name == "linear"
@@ -162,7 +162,7 @@ def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
         return train(self, batch)
 
     monkeypatch.setattr(Transfer, "train", breaks)
-    monkeypatch.setattr(command, "SAVE_EVERY", 2)
+    monkeypatch.setattr(converting, "SAVE_EVERY", 2)
     words = ["convert", bert, "hedgehog", "--data", str(texts), *map(str, QUICK)]
 
     def interrupted(folder):
@@ -176,7 +176,7 @@ def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
     stop["at"] = None
     different = run(*words, "--seed", 1, "-o", tmp_path / "torn", code=2)
     assert "holds an unfinished conversion with seed 0, not 1." in different
-    state = tmp_path / "torn" / command.STATE / "conversion.pt"
+    state = tmp_path / "torn" / converting.STATE / "conversion.pt"
     whole = state.read_bytes()
     state.write_bytes(whole[:-9])
     assert "conversion.pt is damaged" in run(*words, "-o", tmp_path / "torn", code=2)
@@ -184,7 +184,7 @@ def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
     run(*words, "-o", tmp_path / "torn")
     run(*words, "-o", tmp_path / "whole")
     assert same(weights(tmp_path / "torn"), weights(tmp_path / "whole"))
-    assert not (tmp_path / "torn" / command.STATE).exists()
+    assert not (tmp_path / "torn" / converting.STATE).exists()
 
 
 @pytest.mark.slow

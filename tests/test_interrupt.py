@@ -56,7 +56,7 @@ def test_patch_on_a_full_disk(bert, tmp_path, monkeypatch, error, existing):
         (["inspect", "{bert}"], "hf_rfattn.integration.discovery.find_attention"),
         (["bench", "ops", "--lengths", "32", "--output", "{out}"], "hf_rfattn.bench.ops.measure"),
         (["study", "mse", "--output", "{out}"], "hf_rfattn.study.Study.run"),
-        (["convert", "{bert}", "fmm", "--data", "{bert}", "-o", "{out}"], "hf_rfattn.cli.convert_model.read_texts"),
+        (["convert", "{bert}", "fmm", "--data", "{bert}", "-o", "{out}"], "hf_rfattn.cli.converting.read_texts"),
         (["card", "{bert}"], "hf_rfattn.hub.cards.CheckpointFolder"),
     ],
 )
