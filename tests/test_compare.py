@@ -101,6 +101,8 @@ def test_a_run_that_comes_before(planned, bert):
         ({"attention": [{"label": "softmax"}, {"label": "softmax"}]}, "sst2_softmax_seed_0 would be run twice"),
         ({"tasks": [{"label": "a", "recipe": "glu"}]}, "unknown recipe 'glu'; known: glue, snli, squad"),
         ({"tasks": [{"label": "a", "recipe": "glue", "rows": ["rff"]}]}, "rows of a: unknown field 'rff'"),
+        ({"tasks": [{"label": "a", "recipe": "glue", "options": {"rff": {}}}]}, "rows of a: unknown field 'rff'"),
+        ({"tasks": [{"label": "a", "recipe": "glue", "options": {"favor+": {"bands": 3}}}]}, "has no option 'bands'"),
         ({"tasks": [{"recipe": "glue"}]}, "the field 'label' is missing"),
         ({"training": {"batchsize": 3}}, "Unknown option '--batchsize=3' (did you mean '--batch-size'?)"),
         ({"training": {"seed": 3}}, "seed cannot be set as training options"),

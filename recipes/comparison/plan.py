@@ -9,6 +9,7 @@ attention:              rows of the tables, including softmax
 tasks:                  parts of the report
   - label: sst2         recipe: glue, snli, squad, text, lm, embeddings; training: its options; rows: some labels
     before: {...}       recipe and training of a run that comes first; its folder is `${before}` in this task
+    options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
 seeds: [0, 1]           this and the next three can also be set in a task
 lengths: [512, 2048]    values of --max-length, each with its own table
 processes: 2            number of processes per run; default: 1
@@ -50,7 +51,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 BEFORE = "before"
 SHARED = ("training", "seeds", "lengths", "processes", "threads")  # fields of the file and of a task
 FILE = ("title", "variables", "attention", "tasks", "keep_models", *SHARED)
-TASK = ("label", "recipe", BEFORE, "rows", *SHARED)
+TASK = ("label", "recipe", BEFORE, "rows", "options", *SHARED)
 ROW = ("label", "mechanism", "options", "training")
 OURS = {"output", "resume", "overwrite", "seed", "attention", "attention_options"}  # set by the comparison
 OF_A_TASK = {*BUDGET, "epochs", "max_steps", "max_length", "max_train_samples", "max_eval_samples", "model", "data"}
@@ -147,11 +148,11 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
     part, recipe, needs, folder = task["label"], task["recipe"], None, {}
     defaults = {"seeds": [0], "lengths": [None], "processes": 1, "threads": None}
     own = {**defaults, **{name: value for name, value in file.items() if name in SHARED}, **task}
-    rows = [_row(row) for row in file["attention"]]
+    rows = [_row(row, task.get("options", {})) for row in file["attention"]]
     labels = [row["label"] for row in rows]
     if SOFTMAX not in [row["mechanism"] for row in rows]:
         raise ValueError("attention has no softmax row, which all others are compared with; add `- label: softmax`.")
-    check_names(dict.fromkeys(task.get("rows", ())), labels, f"rows of {part}")
+    check_names(dict.fromkeys([*task.get("rows", ()), *task.get("options", ())]), labels, f"rows of {part}")
     shared = file.get("training", {})
     if BEFORE in task:
         needs = f"{_slug(part)}_{BEFORE}"
@@ -174,11 +175,11 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
             yield Run(name, recipe, words, own["processes"], own["threads"], place, needs)
 
 
-def _row(row: Any) -> dict[str, Any]:
+def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:
     """Check a row and fill in its defaults."""
     check_names(row, ROW, "attention")
-    label, training, options = row["label"], row.get("training", {}), row.get("options", {})
-    mechanism = row.get("mechanism", label)
+    label, training = row["label"], row.get("training", {})
+    mechanism, options = row.get("mechanism", label), {**row.get("options", {}), **of_the_task.get(label, {})}
     if own := {name.replace("-", "_") for name in training} & OF_A_TASK:
         raise ValueError(
             f"the row {label!r} sets {', '.join(sorted(own))}, which must be the same for all rows to be comparable. "
