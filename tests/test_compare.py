@@ -54,17 +54,23 @@ def test_runs_are_rows_by_tasks_by_seeds(planned, tmp_path, bert):
             {"label": "sst2", "recipe": "glue", "training": {"task": "sst2"}},
             {"label": "A pair", "recipe": "snli", "rows": ["favor+"], "seeds": [5], "processes": 2, "lengths": [16, 32],
              "threads": 1},
+            {"label": "scaling", "recipe": "snli", "rows": ["favor+"], "seeds": [5], "processes": [1, 2]},
         ],
     )  # fmt: skip
     names = [run.name for run in made.runs]
     assert names[:4] == ["sst2_softmax_seed_0", "sst2_favor+_seed_0", "sst2_softmax_seed_1", "sst2_favor+_seed_1"]
-    assert names[4:] == ["A-pair_favor+_16_tokens_seed_5", "A-pair_favor+_32_tokens_seed_5"]
+    assert names[4:6] == ["A-pair_favor+_16_tokens_seed_5", "A-pair_favor+_32_tokens_seed_5"]
+    assert names[6:] == ["scaling-1-process_favor+_seed_5", "scaling-2-processes_favor+_seed_5"]
     second = made.runs[1].options
     assert (second.model, second.attention, second.attention_options) == (bert, "favor+", ["num_features=8"])
     assert (second.task, second.seed, second.output) == ("sst2", 0, str(tmp_path / "out/runs/sst2_favor+_seed_0"))
     assert made.runs[1].place == {"part": "sst2", "row": "favor+", "order": [0, 0, 1]}
     pair = made.runs[5]
     assert (pair.processes, pair.threads, pair.options.max_length) == (2, 1, 32)
+    assert [(run.processes, run.place["part"]) for run in made.runs[6:]] == [
+        (1, "scaling, 1 process"),
+        (2, "scaling, 2 processes"),
+    ]
 
 
 def test_rows_may_differ_in_options_of_the_recipe(planned):

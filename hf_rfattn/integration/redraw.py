@@ -6,11 +6,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.optim.swa_utils import AveragedModel
 
 from ..features import LearnedPositiveFeatures
 from ..mechanisms.base import random_maps
-from .wrapping import wraps_method
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -73,12 +71,3 @@ def _note_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, 
 
 
 register_optimizer_step_post_hook(_note_step)
-
-
-@wraps_method(AveragedModel, "update_parameters")
-def _update_average(original: Any, self: AveragedModel, model: nn.Module) -> None:
-    """Copy random projections from the model, since `use_buffers=True` would average them, which is meaningless."""
-    original(self, model)
-    for mine, theirs in zip(random_maps(self.module), random_maps(model), strict=False):
-        for name, value in theirs.named_buffers(recurse=False):
-            mine.get_buffer(name).copy_(value)

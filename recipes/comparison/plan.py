@@ -12,7 +12,7 @@ tasks:                  parts of the report
     options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
 seeds: [0, 1]           this and the next three can also be set in a task
 lengths: [512, 2048]    values of --max-length, each with its own table
-processes: 2            number of processes per run; default: 1
+processes: [1, 2]       numbers of processes per run, each with its own table; or one number
 threads: 1              threads per process on a CPU; default: OMP_NUM_THREADS if set, else the cores are divided
 keep_models: false      save results only
 """
@@ -146,8 +146,10 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
     """Runs of a task: its preparation, then all rows of one seed before the next, so that tables fill evenly."""
     check_names(task, TASK, f"tasks[{number}]")
     part, recipe, needs, folder = task["label"], task["recipe"], None, {}
-    defaults = {"seeds": [0], "lengths": [None], "processes": 1, "threads": None}
+    defaults = {"seeds": [0], "lengths": [None], "processes": [1], "threads": None}
     own = {**defaults, **{name: value for name, value in file.items() if name in SHARED}, **task}
+    if isinstance(own["processes"], int):
+        own["processes"] = [own["processes"]]
     rows = [_row(row, task.get("options", {})) for row in file["attention"]]
     labels = [row["label"] for row in rows]
     if SOFTMAX not in [row["mechanism"] for row in rows]:
@@ -161,18 +163,19 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
         words = _words(needs, first, {**shared, **task[BEFORE]["training"]}, output)
         yield Run(needs, first, words, 1, own["threads"])
     fields = expand({**shared, **task.get("training", {})}, folder)
-    for seed, length, row in product(own["seeds"], own["lengths"], rows):
+    for processes, seed, length, row in product(own["processes"], own["seeds"], own["lengths"], rows):
         if row["label"] in task.get("rows", labels):
             if theirs := OURS.intersection(name.replace("-", "_") for name in [*fields, *row["training"]]):
                 raise ValueError(f"{part}: {', '.join(sorted(theirs))} cannot be set as training options.")
+            among = f", {processes} process{'es' if processes > 1 else ''}" if len(own["processes"]) > 1 else ""
             tokens = f"_{length}_tokens" if len(own["lengths"]) > 1 else ""
-            name = f"{_slug(part)}_{_slug(row['label'])}{tokens}_seed_{seed}"
+            name = f"{_slug(part + among)}_{_slug(row['label'])}{tokens}_seed_{seed}"
             decided = {"attention": row["mechanism"], "attention_options": assignments(row["options"]), "seed": seed}
             decided |= {"max_length": length} if length else {}
             words = _words(name, recipe, {**fields, **row["training"], **decided}, output)
-            order = [number, 0, rows.index(row)]  # the 0 is there since results that are committed have it
-            place = {"part": part, "row": row["label"], "order": order}
-            yield Run(name, recipe, words, own["processes"], own["threads"], place, needs)
+            order = [number, own["processes"].index(processes), rows.index(row)]
+            place = {"part": part + among, "row": row["label"], "order": order}
+            yield Run(name, recipe, words, processes, own["threads"], place, needs)
 
 
 def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:
