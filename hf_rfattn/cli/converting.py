@@ -262,7 +262,7 @@ def summary(done: Conversion, output: Path, decoder: bool) -> str:
         expect = "Expect scores below those of softmax until you fine-tune: the smaller the error, the smaller the gap."
         if "exact_heads" not in done.after.mechanisms:
             expect += (
-                " --exact-heads 0.167 closes most of the gap: the worst heads keep softmax, at its quadratic cost."
+                " --exact-heads 0.25 closes most of the gap: the worst heads keep softmax, at its quadratic cost."
             )
     else:
         expect = (

@@ -92,7 +92,7 @@ def convert(
     `rounds`: maximum number of repetitions of the end-to-end steps, each with its own warm-up and decay. Training stops
     after a round that reduces the error by less than 3 %.
     `exact_heads`: fraction of all heads, those with the largest error before the end-to-end steps, that keep exact
-    softmax: see `keep_exact_heads`. A sixth recovers most of what short inputs lose.
+    softmax: see `keep_exact_heads`. A quarter recovers most of what short inputs lose.
     `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
     softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
     then left out of training if there are others.

@@ -22,7 +22,7 @@ Heads = dict[int, tuple[int, ...]]  # by layer number
 def keep_exact_heads(
     model: nn.Module,
     batch: Data,
-    share: float = 1 / 6,
+    share: float = 1 / 4,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch_size: int = 16,
