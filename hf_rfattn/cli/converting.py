@@ -261,9 +261,7 @@ def summary(done: Conversion, output: Path, decoder: bool) -> str:
     if after < 0.9 * average:
         expect = "Expect scores below those of softmax until you fine-tune: the smaller the error, the smaller the gap."
         if "exact_heads" not in done.after.mechanisms:
-            expect += (
-                " --exact-heads 0.25 closes most of the gap: the worst heads keep softmax, at its quadratic cost."
-            )
+            expect += " --exact-heads 0.25 closes most of the gap: the worst heads keep softmax, at its quadratic cost."
     else:
         expect = (
             "This is hardly better than averaging all tokens: give more --steps or text, more features (num_features), "
