@@ -12,9 +12,9 @@ import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from support import sample
-from support.recipes import forget_processes, run_here
+from support.recipes import forget_processes, make_bert, run_here
 from training.classification import ClassificationOptions
-from training.models import make_optimizer, mechanism_parameters, rate_factor
+from training.models import disable_dropout, make_optimizer, mechanism_parameters, rate_factor
 from training.options import RunOptions
 from training.session import Session, in_session
 
@@ -35,6 +35,28 @@ def close(first, second, **tolerance):
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+
+
+def test_no_dropout():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    llama = transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=9, attention_dropout=0.5)).train()
+    bert = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=9)).train()
+    tokens = torch.arange(8)[None]
+    for model in (llama, bert):
+        assert not torch.equal(model(tokens).last_hidden_state, model(tokens).last_hidden_state)
+        disable_dropout(model)
+        assert torch.equal(model(tokens).last_hidden_state, model(tokens).last_hidden_state)
+
+
+def test_training_without_dropout(tmp_path):
+    """A run with dropout in its config and --no-dropout gives the weights of a run without dropout."""
+    plain = make_bert(tmp_path / "plain", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    dropping = make_bert(tmp_path / "dropping", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    expected, _ = train(plain, tmp_path / "expected")
+    found, _ = train(dropping, tmp_path / "found", no_dropout=True)
+    close(expected, found)
+    other, _ = train(dropping, tmp_path / "other")
+    assert any(not torch.equal(expected[name], other[name]) for name in expected)
 
 
 def test_what_must_not_change_the_weights(bert, tmp_path):

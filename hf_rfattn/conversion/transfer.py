@@ -19,7 +19,7 @@ from .processes import sum_over_processes
 
 STATE = "conversion.pt"
 WARMUP, DECAY = 0.05, 0.4  # fractions of the steps
-BETAS = (0.5, 0.9)  # short memory: 200 steps reach the error of 450 with Adam's defaults
+BETAS = (0.5, 0.9)  # of Adam; a shorter memory than its defaults needs fewer steps
 ENOUGH = 0.97  # stop after a round whose error is above this fraction of the previous round's
 TAIL = 10  # the error of a round is the mean over this many steps at its end
 END_TO_END_RATE = 0.2  # learning rate of end-to-end steps relative to the others

@@ -54,6 +54,16 @@ def load_model(
     return with_pooling(model)
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0, also where modules keep it as a number, as those of Llama do."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def with_pooling(model: PreTrainedModel) -> PreTrainedModel:
     """Let the head of an encoder read what `classifier_pooling` of the config says; ModernBERT does so by itself."""
     kind, pooler = getattr(model.config, "classifier_pooling", None), getattr(model.base_model, "pooler", None)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import send_to_device, set_seed
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 import hf_rfattn
 from hf_rfattn.results.schema import STAGES
 
-from .models import attention_of, make_optimizer, mechanism_parameters, rate_factor, set_attention
+from .models import attention_of, disable_dropout, make_optimizer, mechanism_parameters, rate_factor, set_attention
 from .options import RunOptions
 from .session import MODEL, PARTIAL, STATES, Session, peak_memory, run_recipe, whole_folder
 from .task import Task, TrainingOrder, check_share, evaluate, evaluation_loaders, model_inputs, shared_batches
@@ -91,9 +91,7 @@ class Training:
         self.steps = options.max_steps or math.ceil(options.epochs * self.order.size / options.batch_size)
         self.teacher = make_teacher(accelerator.device, self.model, options)
         if options.no_dropout or self.teacher is not None:  # it would be noise in the distance to the teacher
-            for module in self.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            disable_dropout(self.model)
         self.transfer, self.error = recorded_transfer(options.model), None
         self.attention = attention_of(self.model)
         count = max(1, min(ERROR_EXAMPLES, ERROR_TOKENS // prepared.max_length))
