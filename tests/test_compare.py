@@ -84,6 +84,11 @@ def test_rows_may_differ_in_options_of_the_recipe(planned):
     assert (fast.attention, fast.mechanism_learning_rate) == ("hedgehog", 0.01)
 
 
+def test_a_task_may_change_options_of_a_row(planned):
+    tasks = [{"label": "a", "recipe": "snli", "options": {"favor+": {"num_features": 16, "projection": "iid"}}}]
+    assert planned(tasks=tasks).runs[1].options.attention_options == ["num_features=16", "projection=iid"]
+
+
 def test_a_run_that_comes_before(planned, bert):
 
     before = {"recipe": "lm", "training": {"from_scratch": True}}
