@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from support import sample
 from support.commands import failure, run
+from support.models import tiny_bert, tiny_llama
 from support.recipes import environment, make_gpt2
 from typer.testing import CliRunner
 
@@ -60,7 +61,12 @@ def test_from_text_to_a_model_that_loads_as_it_was(bert, texts, tmp_path, monkey
 
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", remember)
     out = run("convert", bert, "hedgehog", "--data", texts, "-o", tmp_path / "out", *QUICK)
-    assert "worst head" in out and "Mean error: " in out and f"recipes/finetune_text.py --model {tmp_path}" in out
+    assert (
+        "worst head" in out
+        and "Mean error: " in out
+        and " of 8 heads keep softmax" in out
+        and f"recipes/finetune_text.py --model {tmp_path}" in out
+    )
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()
     tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")([PAIRS[0][0]], return_tensors="pt")
     assert torch.equal(loaded(**tokens)[0], saved[0].eval()(**tokens)[0])
@@ -79,7 +85,7 @@ def test_from_text_to_a_model_that_loads_as_it_was(bert, texts, tmp_path, monkey
 
 
 def test_json(bert, texts, tmp_path):
-    given = ("--layers", 1, "--max-length", 16, "--bf16", "--base-model", "me/bert", "--json")
+    given = ("--layers", 1, "--exact-heads", 0, "--max-length", 16, "--bf16", "--base-model", "me/bert", "--json")
     result = json.loads(run("convert", bert, "favor+", "--data", texts, "-o", tmp_path / "out", *QUICK, *given))
     assert result["attention"]["layers"]["1"]["trainable"] is True and result["model"] == "me/bert"
     assert result["transfer"]["max_length"] == 16 and len(result["errors"]["after"]["layers"]) == 1
@@ -93,6 +99,13 @@ def test_projections_are_trained_unless_options_say_otherwise():
     assert trainable("favor+").trainable and not trainable("favor+", "trainable=false").trainable
     assert trainable("fmm").far[0].trainable and trainable("fmm", "far=elu").far[0].name == "linear"
     assert trainable("hedgehog") == hf_rfattn.HedgehogConfig()
+
+
+def test_encoders_with_linear_attention_keep_some_heads_exact_by_default():
+    encoder, decoder = tiny_bert(), tiny_llama()
+    linear, near = hf_rfattn.HedgehogConfig(), hf_rfattn.FmmConfig()
+    shares = [converting.choose_exact_heads(m, c) for m, c in ((encoder, linear), (encoder, near), (decoder, linear))]
+    assert shares == [0.125, 0, 0]
 
 
 def write_rows(path):
@@ -213,19 +226,19 @@ def test_on_two_processes(bert, texts, tmp_path):
         (["hedgehog", "--layers", "9"], "no layer 9"),
         (["hedgehog", "--batch-size", "60"], "has 60 texts; more than --batch-size 60 are needed"),
         (["hedgehog", "--join", "--max-length", "64", "--batch-size", "20"], "blocks of 64 tokens; more than"),
-        (["hedgehog", "--column", "review"], "has no column 'review'; it has text. Choose with --column."),
+        (["hedgehog", "--column", "review"], "has no column 'review'; it has text. Choose one with --column."),
         (["hedgehog", "--column", "a", "--column", "b", "--column", "c"], "or twice for pairs"),
         (["hedgehog", "--join", "--column", "a", "--column", "b"], "--join works with one column"),
         (["hedgehog", "--data", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
         (["hedgehog", "--data", "./nowhere"], "there is no file or folder './nowhere'"),
         (
             ["hedgehog", "--data", "me/nowhere"],
-            "'me/nowhere' is no file or folder here, and on the Hub",
+            "'me/nowhere', which is not a local file or folder, as a dataset on the Hub, cannot be read",
         ),
-        (["hedgehog", "--data", "{folder}/empty"], "has no file that can be read (.txt, .csv"),
-        (["hedgehog", "--data", "{folder}/text.pdf"], "files of kind '.pdf' cannot be read, only .txt"),
+        (["hedgehog", "--data", "{folder}/empty"], "has no file in a supported format (.txt, .csv"),
+        (["hedgehog", "--data", "{folder}/text.pdf"], "unknown format '.pdf'; supported: .txt"),
         (["hedgehog", "--data", "{folder}/broken.jsonl"], "broken.jsonl cannot be read: "),
-        (["hedgehog", "--data", "{folder}/list.json"], "row 0 is not an object"),
+        (["hedgehog", "--data", "{folder}/list.json"], "row 0 must be an object"),
         (["hedgehog", "--data", "{folder}/number.jsonl"], "row 1 has 7 in the column 'text', not a text."),
         (["hedgehog", "--data", "{folder}/broken.parquet"], "broken.parquet cannot be read: "),
     ],

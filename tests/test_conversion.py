@@ -1,6 +1,7 @@
 """Attention transfer: what is trained, on what, that nothing else changes, and that it goes on where it was."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import distributed
 
 from hf_rfattn import attention_error, convert, keep_exact_heads, patch_model
 from hf_rfattn.conversion import batches as conversion_batches
-from hf_rfattn.integration.error import mechanism_sites, run_with_softmax
+from hf_rfattn.conversion.heads import decisive_heads, gains_of_heads
+from hf_rfattn.integration.error import mechanism_sites, run_batch, run_with_softmax
 from hf_rfattn.mechanisms import Mechanism
 from hf_rfattn.ops import softmax_attention
 
@@ -174,7 +176,50 @@ def test_rounds_end_when_the_error_no_longer_falls(tmp_path):
     assert same(whole, learn(3, 0.1, checkpoint=tmp_path, save_every=4)[1])
 
 
-def test_the_worst_heads_stay_exact(tmp_path):
+def test_gains_of_heads_are_derivatives_of_the_output_error():
+    model, batch = patch_model(lively(tiny_bert()), "hedgehog"), make_batches()[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, -5:] = 0
+    batch = {**batch, "attention_mask": mask}
+    sites = list(mechanism_sites(model))
+    target = run_with_softmax(model, batch, lambda *_: None)[0].last_hidden_state
+
+    def toward_softmax(head, share, mechanism, args, masks, output):
+        output = output.clone()
+        output[:, head] += share * (softmax_attention(*args, **masks) - output)[:, head]
+        return output
+
+    def error(mechanism, head, share):
+        change = mechanism.register_forward_hook(partial(toward_softmax, head, share), with_kwargs=True)
+        with torch.no_grad():
+            states = run_batch(model, batch)[0].last_hidden_state
+        change.remove()
+        return float(((states - target).double().square() * mask[..., None]).sum())
+
+    assert list(gains_of_heads(model, batch)) == sites
+    exact = {sites[0]: [], sites[1]: [2]}
+    gains = gains_of_heads(model, batch, exact)
+    assert gains[sites[1]][2] == 0
+    sites[1].register_forward_hook(partial(toward_softmax, 2, 1.0), with_kwargs=True)
+    for mechanism, found in gains.items():
+        wanted = [(error(mechanism, h, -0.01) - error(mechanism, h, 0.01)) / 0.02 for h in range(len(found))]
+        torch.testing.assert_close(found, torch.tensor(wanted), rtol=0.02, atol=1e-3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_every_exact_head_changes_the_choice_of_the_next(monkeypatch):
+    model = patch_model(tiny_bert(), "hedgehog")
+    first, second = mechanism_sites(model)
+
+    def gains(model, batch, exact):
+        later = 9.0 if exact[first] == [0] else 0.0
+        return {first: torch.tensor([5.0, 4.0, 0.0, 0.0]), second: torch.tensor([0.0, 0.0, 0.0, later])}
+
+    monkeypatch.setattr("hf_rfattn.conversion.heads.gains_of_heads", gains)
+    assert decisive_heads(model, [{}], 0.25) == {0: (0,), 1: (3,)}
+
+
+def test_the_heads_that_matter_most_stay_exact(tmp_path):
     model, batches = lively(tiny_bert()), make_batches()
     options = {"measure": batches[0], "steps": 10, "exact_heads": 0.25, "progress": False}
 
@@ -184,12 +229,15 @@ def test_the_worst_heads_stay_exact(tmp_path):
 
     learner, report = learn()
     plain = copy.deepcopy(model)
-    before = convert(plain, "hedgehog", batches, measure=batches[0], steps=6, end_to_end=0, progress=False).after
-    ranked = sorted((e for heads in before.heads for e in heads), reverse=True)
-    assert ranked[1] > ranked[2]  # a quarter of 8 heads
-    for was, now in zip(before.heads, report.after.heads, strict=True):
-        assert all((error < 1e-5) == (old >= ranked[1]) for old, error in zip(was, now, strict=True))
+    convert(plain, "hedgehog", batches, measure=batches[0], steps=6, end_to_end=0, progress=False)
+    first = gains_of_heads(plain, batches[0])
+    _, layer, head = max((gain, i, h) for i, of in enumerate(first.values()) for h, gain in enumerate(of.tolist()))
+    chosen = decisive_heads(plain, batches[:1], 0.25)
+    assert sum(map(len, chosen.values())) == 2 and head in chosen[layer]  # a quarter of 8 heads
+    for layer, errors in enumerate(report.after.heads):
+        assert [error < 1e-5 for error in errors] == [head in chosen.get(layer, ()) for head in range(len(errors))]
     assert "exact_heads" in report.after.mechanisms
+    assert keep_exact_heads(plain, batches[0], 0.25) == chosen
     learner.save_pretrained(tmp_path / "model")
     loaded = type(learner).from_pretrained(tmp_path / "model")
     assert torch.equal(loaded.eval()(**batches[1])[0], learner.eval()(**batches[1])[0])

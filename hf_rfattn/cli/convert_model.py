@@ -1,4 +1,4 @@
-"""`hf-rfattn convert`: attention transfer on unlabelled text, from a pretrained model to a converted one."""
+"""`hf-rfattn convert`: attention transfer of a pretrained model on unlabelled text."""
 
 import json
 from contextlib import nullcontext
@@ -12,7 +12,11 @@ from .patch_model import Attention, Layers, Model, Options, Seed, copy_pooling, 
 
 DATA = (
     "Unlabelled text: a .txt file (one text per line), .csv, .jsonl or .parquet file, a folder of such files, or the "
-    "name of a data set on the Hub."
+    "name of a dataset on the Hub."
+)
+EXACT_HEADS = (
+    "Fraction of all heads, those that matter most, that keep exact softmax; 0 for none. [default: 0.125 for encoders "
+    "with linear attention, else 0]"
 )
 
 
@@ -24,8 +28,10 @@ def convert(
     output: Annotated[Path, typer.Option("-o", "--output", help="New folder for the converted model.")],
     options: Options = None,
     column: Annotated[list[str] | None, typer.Option(help="Text column; give two for pairs. [default: text]")] = None,
-    split: Annotated[str, typer.Option(help="Split of the data set; in a folder, files named by it.")] = "train",
-    data_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the Hub.")] = None,
+    split: Annotated[
+        str, typer.Option(help="Split of the dataset; in a folder, files whose names start with it.")
+    ] = "train",
+    data_config: Annotated[str | None, typer.Option(help="Configuration of a dataset on the Hub.")] = None,
     max_texts: Annotated[int, typer.Option(min=1, help="Maximum number of texts to read.")] = 100_000,
     join: Annotated[
         bool | None, typer.Option(help="Join all texts and split them into blocks. [default: only for decoders]")
@@ -41,8 +47,9 @@ def convert(
         int, typer.Option(min=1, help="Repeat the last steps up to this many times, while the error falls.")
     ] = 4,
     exact_heads: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Fraction of all heads, the worst ones, that keep exact softmax.")
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0, max=0.99, help=EXACT_HEADS),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 8,
     learning_rate: Annotated[
         float | None, typer.Option(min=0, help="Peak learning rate. [default: that of hf_rfattn.convert]")
@@ -69,7 +76,7 @@ def convert(
 
     with errors_without_traceback(), work.join_processes(device) as chosen:
         columns = column or ["text"]
-        rounds = rounds if steps > 2 else 1  # fewer steps have no part to repeat
+        rounds = rounds if steps > 2 else 1  # with fewer steps, there are none to repeat
         if len(columns) > 2 or (join and len(columns) == 2):
             raise ValueError("Give --column once, or twice for pairs of texts; --join works with one column only.")
         if batch_size % process_count():
@@ -86,6 +93,8 @@ def convert(
         length = work.choose_length(loaded, tokenizer, max_length, extend_positions)
         blocks = (steps + 1) * batch_size if join else None
         batches = work.make_batches(texts, tokenizer, length, blocks, batch_size, seed)
+        advised = work.choose_exact_heads(loaded, config)
+        exact_heads = advised if exact_heads is None else exact_heads
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": dataset, "join": join,
             "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
@@ -112,4 +121,6 @@ def convert(
             }
             document = work.save(loaded, tokenizer, document, output)
             copy_pooling(model, output)
-        typer.echo(json.dumps(document, indent=2) if as_json else work.summary(done, output, join))
+        typer.echo(
+            json.dumps(document, indent=2) if as_json else work.summary(done, output, join, exact_heads, advised)
+        )

@@ -1,4 +1,4 @@
-"""What `hf-rfattn convert` does: reads texts, makes batches, keeps a state that survives an interruption, and saves.
+"""Steps of `hf-rfattn convert`: read texts, make batches, keep a checkpoint for interruptions, and save the model.
 
 Texts come from files, folders or the Hub. Only parquet files and the Hub need the package datasets.
 """
@@ -23,13 +23,15 @@ from .. import extend_positions, longest_input, write_card
 from ..conversion import Conversion
 from ..conversion.processes import check_alike, process_count, process_rank
 from ..hub.cards import CheckpointFolder
-from ..mechanisms import MechanismConfig, resolve_config
+from ..mechanisms import LinearMechanism, MechanismConfig, resolve_config
+from ..mechanisms.registry import mechanism_class
 from ..results.documents import RESULTS, read_result, without_folders, write_result
 from ..results.schema import parse_result
 
-STATE = "unfinished"  # a folder inside that of the output, deleted when everything is written
-SETTINGS = "settings.json"  # in it
+STATE = "unfinished"  # subfolder of the output with the checkpoint, deleted at the end
+SETTINGS = "settings.json"  # in that subfolder
 SAVE_EVERY = 20  # steps
+EXACT_HEADS = 0.125  # one in eight recovers most of what linear attention loses
 USUAL_LENGTH = 512
 Row = dict[str, Any]
 Texts = list[tuple[str, ...]]
@@ -39,8 +41,8 @@ KINDS = (".txt", ".csv", ".jsonl", ".json", ".parquet")
 def read_texts(
     data: str, columns: Sequence[str], split: str, config: str | None, most: int
 ) -> tuple[Texts, dict[str, Any]]:
-    """The first `most` texts of a file, a folder or a data set on the Hub, without empty ones, and a description for
-    result files. A row is one text, or two that belong together; equal texts have equal fingerprints.
+    """Read the first `most` texts, or pairs of texts, of a file, a folder or a dataset on the Hub, without empty ones.
+    Also returns a description of the dataset for result files.
     """
     path = Path(data).expanduser()
     if path.exists():
@@ -51,27 +53,29 @@ def read_texts(
         raise ValueError(f"--data: there is no file or folder {data!r}.")
     else:
         name = data
-        found = _load(f"{data!r} is no file or folder here, and on the Hub it", data, config, split=split)
+        found = _load(
+            f"{data!r}, which is not a local file or folder, as a dataset on the Hub,", data, config, split=split
+        )
     rows = [row for row in itertools.islice(_cells(found, columns, data), most) if all(cell.strip() for cell in row)]
     fingerprint = hashlib.sha256("".join(map(json.dumps, rows)).encode()).hexdigest()
     return rows, {"name": name, "config": config, "split": split, "fingerprint": fingerprint}
 
 
 def _files(path: Path, split: str) -> list[Path]:
-    """The file, or those of a folder that can be read; if some are named by the split, only those."""
+    """Return the file, or the files of a folder in known formats; if some start with the split, only these."""
     kinds = ", ".join(KINDS)
     if path.is_file():
         if path.suffix not in KINDS:
-            raise ValueError(f"--data {path}: files of kind {path.suffix!r} cannot be read, only {kinds}.")
+            raise ValueError(f"--data {path}: unknown format {path.suffix!r}; supported: {kinds}.")
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in KINDS)
     if not files:
-        raise ValueError(f"--data: the folder {path} has no file that can be read ({kinds}).")
+        raise ValueError(f"--data: the folder {path} has no file in a supported format ({kinds}).")
     return [file for file in files if file.name.startswith((f"{split}.", f"{split}-"))] or files
 
 
 def _read(path: Path) -> Iterator[Row]:
-    """The rows of a file. JSON files have one object per line, or one list of objects."""
+    """Iterate over the rows of a file. JSON files have one object per line, or one list of objects."""
     if path.suffix == ".parquet":
         yield from _load(str(path), "parquet", data_files=str(path), split="train")
         return
@@ -96,7 +100,7 @@ def _load(shown: str, *names: str | None, **options: Any) -> Iterable[Row]:
 
     try:
         return datasets.load_dataset(*names, **options)
-    except Exception as error:  # readers raise errors of many kinds; all mean the same to the user
+    except Exception as error:  # the readers of datasets raise errors of many types
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         raise ValueError(f"--data: {shown} cannot be read: {reason}") from error
 
@@ -104,12 +108,12 @@ def _load(shown: str, *names: str | None, **options: Any) -> Iterable[Row]:
 def _cells(rows: Iterable[Row], columns: Sequence[str], data: str) -> Iterator[tuple[str, ...]]:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ValueError(f"--data {data}: row {number} is not an object with named columns, but {row!r:.80}.")
+            raise ValueError(f"--data {data}: row {number} must be an object with named columns, not {row!r:.80}.")
         for column in columns:
             if column not in row:
                 raise ValueError(
                     f"--data {data}: row {number} has no column {column!r}; it has {', '.join(map(str, row))}. "
-                    "Choose with --column."
+                    "Choose one with --column."
                 )
         cells = tuple("" if row[column] is None else row[column] for column in columns)
         for column, cell in zip(columns, cells, strict=True):
@@ -119,7 +123,7 @@ def _cells(rows: Iterable[Row], columns: Sequence[str], data: str) -> Iterator[t
 
 
 def make_trainable(config: MechanismConfig, given: list[str]) -> MechanismConfig:
-    """The config with random projections that are trained, also in far fields, unless its options say otherwise."""
+    """Make random projections trainable, also those of far fields, unless `given`, the options, set `trainable`."""
     if hasattr(config, "trainable") and not any(option.startswith("trainable=") for option in given):
         return config.replace(trainable=True)
     if isinstance(far := getattr(config, "far", None), tuple):
@@ -128,9 +132,14 @@ def make_trainable(config: MechanismConfig, given: list[str]) -> MechanismConfig
     return config
 
 
+def choose_exact_heads(model: PreTrainedModel, config: MechanismConfig) -> float:
+    """Return the default fraction of exact heads. There are none in decoders, where they would cache all keys."""
+    return EXACT_HEADS if issubclass(mechanism_class(config), LinearMechanism) and not model.can_generate() else 0.0
+
+
 @contextmanager
 def join_processes(device: str | None) -> Iterator[torch.device]:
-    """Joins the processes that torchrun started, if it did; the device of this one."""
+    """Initialize torch.distributed under torchrun. Yields the device of this process."""
     gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     chosen = torch.device(device or gpu or "cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -163,7 +172,7 @@ def choose_length(
 
 
 def make_batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, batch_size: int, seed: int) -> Any:
-    """A DataLoader of this process's share. `blocks`: join the texts and split them into at most that many blocks."""
+    """Create the DataLoader of this process. `blocks`: join the texts and split them into at most this many blocks."""
     rows: Any = texts if blocks is None else _blocks(texts, tokenizer, length, blocks)
     if len(rows) <= batch_size:
         what = "texts" if blocks is None else f"blocks of {length} tokens"
@@ -172,7 +181,7 @@ def make_batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, 
             "is held out to measure errors. Give more text, or a smaller --batch-size or --max-length."
         )
     if tokenizer.pad_token is None:  # any token will do, since padding is masked
-        tokenizer = copy.deepcopy(tokenizer)  # it is saved without this change
+        tokenizer = copy.deepcopy(tokenizer)  # saved without this change
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
 
     def collate(given: list[Any]) -> Any:
@@ -188,7 +197,7 @@ def make_batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, 
 
 
 def _blocks(texts: Texts, tokenizer: Any, length: int, most: int) -> tuple[torch.Tensor, ...]:
-    """Blocks of tokens, as language models are trained on; the incomplete one at the end is left out."""
+    """Split the joined texts into at most `most` blocks of tokens. An incomplete block at the end is dropped."""
     lines = [text.rstrip("\n") + "\n" for (text,) in texts]
     tokens: list[int] = []
     for start in range(0, len(lines), 1000):
@@ -201,7 +210,7 @@ def _blocks(texts: Texts, tokenizer: Any, length: int, most: int) -> tuple[torch
 
 
 def unfinished_settings(output: Path) -> dict[str, Any] | None:
-    """The settings of the unfinished conversion in a folder; None if it is empty or does not exist."""
+    """Return the settings of the unfinished conversion in a folder; None if it is empty or does not exist."""
     if (output / STATE / SETTINGS).exists():
         return read_result(output / STATE / SETTINGS)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -211,9 +220,9 @@ def unfinished_settings(output: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def state_folder(output: Path, before: dict[str, Any] | None, settings: dict[str, Any]) -> Iterator[Path]:
-    """The folder for the state of a conversion, new or from an interrupted run with the same settings.
+    """Yield the folder for the checkpoint, which may contain that of an interrupted run with the same settings.
 
-    It is deleted when everything is done, and if there is nothing in it to resume from.
+    The folder is deleted at the end, and after an interruption if it contains no checkpoint.
     """
     state = output / STATE
     record = state / SETTINGS
@@ -224,7 +233,7 @@ def state_folder(output: Path, before: dict[str, Any] | None, settings: dict[str
                 f"{output} holds an unfinished conversion with {name} {before.get(name)!r}, not {value!r}. Run the "
                 "same command to resume it, or choose another --output."
             )
-    check_alike(settings=settings)  # and wait: from here on the folder is not empty
+    check_alike(settings=settings)  # also waits until all processes have checked the folder
     if process_rank() == 0:
         write_result(settings, record)
     finished = False
@@ -242,7 +251,7 @@ def state_folder(output: Path, before: dict[str, Any] | None, settings: dict[str
 
 
 def save(model: Any, tokenizer: Any, document: dict[str, Any], output: Path) -> dict[str, Any]:
-    """Model, tokenizer, result file and model card; returns the document of the result file."""
+    """Save model, tokenizer, result file and model card. Returns the result document."""
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     folder = CheckpointFolder(output)
@@ -253,15 +262,18 @@ def save(model: Any, tokenizer: Any, document: dict[str, Any], output: Path) -> 
     return document
 
 
-def summary(done: Conversion, output: Path, decoder: bool) -> str:
-    """Errors by layer, what to expect, and what to do next."""
+def summary(done: Conversion, output: Path, decoder: bool, exact_heads: float, advised: float) -> str:
+    """Text with the errors by layer, what to expect, and what to do next."""
     before, after, average = (
         sum(errors) / len(errors) for errors in (done.before.overall, done.after.overall, done.after.average)
     )
     if after < 0.9 * average:
         expect = "Expect scores below those of softmax until you fine-tune: the smaller the error, the smaller the gap."
-        if "exact_heads" not in done.after.mechanisms:
-            expect += " --exact-heads 0.25 closes most of the gap: the worst heads keep softmax, at its quadratic cost."
+        if exact_heads:
+            total = sum(map(len, done.after.heads))
+            expect += f" {max(1, round(exact_heads * total))} of {total} heads keep softmax (--exact-heads 0: none)."
+        elif advised:
+            expect += f" --exact-heads {advised} closes most of the gap: the heads that matter most keep softmax."
     else:
         expect = (
             "This is hardly better than averaging all tokens: give more --steps or text, more features (num_features), "

@@ -26,7 +26,7 @@ from ..integration.inputs import Data
 from ..integration.patching import UNTRAINED, Attention
 from ..integration.text_table import text_table
 from .batches import TrainingBatches
-from .heads import worst_heads
+from .heads import decisive_heads
 from .processes import check_alike, from_first, process_rank
 from .transfer import STATE, Transfer
 
@@ -91,8 +91,8 @@ def convert(
     it and gradients flow through the whole model, so that layers compensate each other's errors. 0 saves memory.
     `rounds`: maximum number of repetitions of the end-to-end steps, each with its own warm-up and decay. Training stops
     after a round that reduces the error by less than 3 %.
-    `exact_heads`: fraction of all heads, those with the largest error before the end-to-end steps, that keep exact
-    softmax: see `keep_exact_heads`. A quarter recovers most of what short inputs lose.
+    `exact_heads`: fraction of all heads, those that matter most to the output before the end-to-end steps, that keep
+    exact softmax: see `keep_exact_heads`. One in eight recovers most of what short inputs lose.
     `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
     softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
     then left out of training if there are others.
@@ -153,7 +153,7 @@ def convert(
             started = time.perf_counter() - transfer.seconds
             while True:
                 if exact_heads and transfer.step >= transfer.apart and not transfer.heads:
-                    transfer.keep_exact(worst_heads(model, attention_error(model, measure), exact_heads))
+                    transfer.keep_exact(decisive_heads(model, [measure], exact_heads))
                 if transfer.finished():
                     break
                 error = transfer.train(next(ahead))

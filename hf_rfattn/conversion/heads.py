@@ -1,67 +1,136 @@
-"""`keep_exact_heads`: gives the heads that a linear mechanism approximates worst their exact softmax back."""
+"""`keep_exact_heads`: gives the heads that matter most to a model's output their exact softmax back."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..integration import AttentionError, attention_error
 from ..integration.discovery import find_attention
-from ..integration.error import mechanism_sites
-from ..integration.inputs import Data
+from ..integration.error import mechanism_sites, run_batch, run_with_softmax
+from ..integration.inputs import Batch, Data, as_batches
 from ..integration.names import SPEC
 from ..integration.patching import apply_patch
 from ..integration.spec import PatchSpec
+from ..mechanisms import Mechanism
 from ..mechanisms.exact_heads import ExactHeadsAttention, ExactHeadsConfig
+from ..ops import softmax_attention
 
 Heads = dict[int, tuple[int, ...]]  # by layer number
+ROUNDS = 4  # in which exact heads are chosen
 
 
 def keep_exact_heads(
     model: nn.Module,
     batch: Data,
-    share: float = 1 / 4,
+    share: float = 1 / 8,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch_size: int = 16,
     max_length: int = 512,
-) -> AttentionError:
-    """Give the heads with the largest error exact softmax again, in place, and return the error before.
+) -> Heads:
+    """Give the heads that matter most to the output of the model exact softmax again, in place, and return their
+    numbers by layer number.
 
     `model`: a model patched with linear mechanisms, usually after `convert`; what they have learned is kept. `batch`
     and further arguments: as in `attention_error`. `share`: fraction of all heads that become exact. Their cost is
     quadratic, and generation caches their keys and values.
 
-    >>> import torch
     >>> from hf_rfattn import patch_model
     >>> from transformers import BertConfig, BertModel
     >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     >>> model = patch_model(BertModel(tiny), "hedgehog")
-    >>> error = keep_exact_heads(model, {"input_ids": torch.arange(16)[None]}, share=1 / 8)
+    >>> heads = keep_exact_heads(model, {"input_ids": torch.arange(16)[None]}, share=1 / 8)
     >>> sorted(layer.attention.self.rf.config.name for layer in model.encoder.layer)
     ['exact_heads', 'hedgehog']
     """
-    error = attention_error(model, batch, tokenizer, batch_size=batch_size, max_length=max_length)
-    set_exact_heads(model, worst_heads(model, error, share))
-    return error
+    batches = list(as_batches(batch, tokenizer, batch_size=batch_size, max_length=max_length))
+    if not batches:
+        raise ValueError("batch is empty; give at least one batch or text.")
+    heads = decisive_heads(model, batches, share)
+    set_exact_heads(model, heads)
+    return heads
 
 
-def worst_heads(model: nn.Module, error: AttentionError, share: float) -> Heads:
-    """Choose the heads with the largest error, at least one."""
+def decisive_heads(model: nn.Module, batches: Sequence[Batch], share: float) -> Heads:
+    """Choose the heads with the largest gains, at least one, in several rounds: every exact head changes the gains of
+    the others.
+    """
     if not 0 < share < 1:
         raise ValueError(f"The share of exact heads must be between 0 and 1, not {share!r}.")
+    names = mechanism_sites(model)
     layers = {site.name: site.index for site in find_attention(model)}
-    ranked = sorted(
-        ((value, layers[name], head) for name, heads in zip(error.layers, error.heads, strict=True)
-         for head, value in enumerate(heads)),
-        reverse=True,
-    )  # fmt: skip
-    chosen: dict[int, set[int]] = {}
-    for _, layer, head in ranked[: max(1, round(share * len(ranked)))]:
-        chosen.setdefault(layer, set()).add(head)
-    return {layer: tuple(sorted(heads)) for layer, heads in sorted(chosen.items())}
+    chosen: dict[Mechanism, list[int]] = {mechanism: [] for mechanism in names}
+    count = max(1, round(share * sum(mechanism.num_heads for mechanism in names)))
+    for part in range(1, ROUNDS + 1):
+        gains = [gains_of_heads(model, batch, chosen) for batch in batches]
+        ranked = sorted(
+            ((gain, layers[name], head, mechanism) for mechanism, name in names.items()
+             for head, gain in enumerate(torch.stack([each[mechanism] for each in gains]).sum(0).tolist())
+             if head not in chosen[mechanism]),
+            reverse=True,
+        )  # fmt: skip
+        for _, _, head, mechanism in ranked[: math.ceil(count * part / ROUNDS) - sum(map(len, chosen.values()))]:
+            chosen[mechanism].append(head)
+    return {layers[names[mechanism]]: tuple(sorted(heads)) for mechanism, heads in chosen.items() if heads}
+
+
+def gains_of_heads(
+    model: nn.Module, batch: Batch, exact: Mapping[Mechanism, list[int]] | None = None
+) -> dict[Mechanism, Tensor]:
+    """Estimate how much closer the output of the model comes to that of softmax if one more head becomes exact, `[H]`.
+    `exact`: heads that already are.
+
+    The distance is E = ‖x - x̂‖², where x and x̂ are the last hidden states with softmax and with the mechanisms. To
+    first order, replacing the output ô of a head by softmax's o reduces it by -Σ ∂E/∂ô · (o - ô), so one backward pass
+    is enough for all heads. A head may have a large error and hardly matter, and the other way round.
+    """
+    outputs: dict[Mechanism, list[tuple[Tensor, Tensor]]] = {mechanism: [] for mechanism in mechanism_sites(model)}
+
+    def remember(mechanism: Mechanism, args: tuple, masks: dict[str, Any], output: Tensor) -> Tensor:
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        softmax = softmax_attention(*args, **masks).to(output.dtype)
+        outputs[mechanism].append((output, (softmax - output).detach()))
+        heads = exact[mechanism] if exact else []
+        return output.index_copy(1, torch.tensor(heads, device=output.device), softmax[:, heads]) if heads else output
+
+    targets = run_with_softmax(model, batch, lambda *_: None)
+    handles = [mechanism.register_forward_hook(remember, with_kwargs=True) for mechanism in outputs]
+    try:
+        with torch.enable_grad():
+            states = run_batch(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    parts = [_distance(*pair, batch) for pair in zip(map(_states, states), map(_states, targets), strict=True)]
+    pairs = [(mechanism, *pair) for mechanism, found in outputs.items() for pair in found]
+    gradients = torch.autograd.grad(torch.stack(parts).sum(), [output for _, output, _ in pairs], allow_unused=True)
+    gains = {mechanism: torch.zeros(mechanism.num_heads) for mechanism in outputs}
+    for (mechanism, _, change), gradient in zip(pairs, gradients, strict=True):
+        if gradient is not None:  # None: not part of the compared states
+            gains[mechanism] -= (gradient.float() * change.float()).sum(dim=(0, 2, 3)).cpu()
+    return gains
+
+
+def _states(output: Any) -> Tensor:
+    """The last hidden states in a model's output, or its logits."""
+    for name in ("last_hidden_state", "logits"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name)
+    return output[0]
+
+
+def _distance(given: Tensor, target: Tensor, batch: Batch) -> Tensor:
+    """Squared distance over all positions that are not padding."""
+    square = (given.float() - target.float()).square()
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = batch.get(name)
+        if mask is not None and square.ndim == 3 and mask.shape == square.shape[:2]:
+            return (square * mask[..., None].to(square.device)).sum()
+    return square.sum()
 
 
 def set_exact_heads(model: nn.Module, heads: Mapping[int, tuple[int, ...]]) -> None:

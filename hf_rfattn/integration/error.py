@@ -84,14 +84,16 @@ def softmax_in_place(model: nn.Module, observe: Callable[..., None], gradients: 
 
 def run_with_softmax(
     model: nn.Module, batch: Mapping[str, Any], observe: Callable[..., None], gradients: bool = False
-) -> None:
-    """Run the model on a batch inside `softmax_in_place`."""
+) -> list[Any]:
+    """Run the model on a batch inside `softmax_in_place` and return its outputs."""
     with torch.no_grad(), softmax_in_place(model, observe, gradients):
-        run_batch(model, batch)
+        return run_batch(model, batch)
 
 
-def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Run the model on a batch in eval mode, without its head if the head has no patched layers."""
+def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> list[Any]:
+    """Run the model on a batch in eval mode, without its head if the head has no patched layers, and return the outputs
+    of all transformers models in it.
+    """
     if not isinstance(batch, Mapping):
         raise ValueError(
             f"A batch must be a dict of the model's keyword arguments, as a tokenizer returns it, not "
@@ -100,6 +102,7 @@ def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
     training = {m: m.training for m in model.modules()}
     device = next(model.parameters()).device
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    outputs = []
     model.eval()
     try:
         for body in _bodies(model, inputs):
@@ -107,10 +110,11 @@ def run_batch(model: nn.Module, batch: Mapping[str, Any]) -> None:
             given = {k: v for k, v in inputs.items() if body is model or k in known}  # drops labels
             if "use_cache" in known:  # with a cache, decoders call the mechanism with a state
                 given["use_cache"] = False
-            body(**given)
+            outputs.append(body(**given))
     finally:
         for module, mode in training.items():
             module.training = mode
+    return outputs
 
 
 def _bodies(model: nn.Module, inputs: Mapping[str, Any]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Exact softmax in some heads of a layer, and linear attention in the others.
 
-A few heads of a model, those that match single tokens, are hard to approximate and matter most. `hf_rfattn.convert` and
-`hf_rfattn.keep_exact_heads` choose them by their error. The cost is quadratic, but only in these heads.
+A few heads of a model, for example those that match single tokens, are hard to approximate and matter most.
+`hf_rfattn.convert` and `hf_rfattn.keep_exact_heads` find them. The cost is quadratic, but only in these heads.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ class ExactHeadsConfig(MechanismConfig):
             object.__setattr__(self, "heads", tuple(self.heads))
         super().__post_init__()
         if not self.heads or min(self.heads) < 0 or len(set(self.heads)) < len(self.heads):
-            raise ValueError(f"heads must be one or more different numbers from 0 on, not {self.heads!r}.")
+            raise ValueError(
+                f"heads must list at least one head, each once, by its number from 0 on, not {self.heads!r}."
+            )
         if not issubclass(mechanism_class(resolve_config(self.rest)), LinearMechanism):
             raise ValueError(f"rest must be a linear mechanism such as 'hedgehog' or 'favor+', not {self.rest!r}.")
 
@@ -46,14 +48,6 @@ class ExactHeadsState(State):
 
     rest: Sums
     exact: Context
-
-    def reset(self) -> None:
-        self.rest.reset()
-        self.exact.reset()
-
-    @property
-    def count(self) -> Tensor:
-        return self.exact.count
 
 
 class ExactHeadsAttention(Mechanism):
