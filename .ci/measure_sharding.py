@@ -1,6 +1,6 @@
-"""Measure what it costs to divide one sequence between processes: bytes sent per layer and peak memory per process.
+"""Measure the cost of sequence parallelism: bytes sent per layer and peak memory per process.
 
-python recipes/measure_sharding.py --lengths 16384 65536 262144 --output sharding.json
+python .ci/measure_sharding.py --lengths 16384 65536 262144 --output sharding.json
 """
 
 import itertools
@@ -28,11 +28,11 @@ SHAPE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 256,
 }  # fmt: skip
 LIMIT = 2**31  # bytes of memory per process, to compare what fits
-WARM_UP = 1024  # tokens of a first pass, which allocates what stays
+WARM_UP = 1024  # tokens of a first pass, which makes the allocations that remain
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes that this process sends to others by the collectives within."""
+    """Counts the bytes that this process sends in collectives inside the context."""
 
     total = 0
 
@@ -44,12 +44,12 @@ class SentBytes(TorchDispatchMode):
             sent, own = args[1], list(args[4]) or [1] * size
             self.total += sent.nbytes - (sent.nbytes * own[dist.get_rank()] // max(sum(own), 1))
         elif function.namespace == "c10d":
-            raise NotImplementedError(f"It is not known what {function} sends.")
+            raise NotImplementedError(f"The number of bytes that {function} sends is unknown; add it here.")
         return function(*args, **(kwargs or {}))
 
 
 def measure(rank: int, processes: int, attention: str, length: int, folder: str) -> None:
-    """A forward and a backward pass in one of the processes."""
+    """Run a forward and a backward pass in one of the processes and write what it sent and its peak memory."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
@@ -73,9 +73,9 @@ def measure(rank: int, processes: int, attention: str, length: int, folder: str)
 
 
 def run(lengths: list[int], processes: list[int], attentions: list[str], output: Path) -> None:
-    """All cells, each in processes of its own."""
+    """Measure every combination, each in new processes."""
     document = new_result("bench sharding", seed=0)
-    command = ["python", "recipes/measure_sharding.py", *sys.argv[1:]]
+    command = ["python", Path(__file__).name, *sys.argv[1:]]
     document |= {"layers": LAYERS, "shape": SHAPE, "cells": [], "command": " ".join(command)}
     for attention, length, size in itertools.product(attentions, lengths, processes):
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def run(lengths: list[int], processes: list[int], attentions: list[str], output:
 
 
 def report(document: dict[str, Any], name: str) -> Iterator[Block]:
-    """Of each attention a table with a row for each length."""
+    """One table per attention, with a row per length."""
     shape = document["shape"]
     yield (
         f"A Llama of {document['layers']} layers with {shape['num_attention_heads']} heads of "

@@ -1,9 +1,9 @@
-"""Fill the parts of README.md, recipes/results/README.md and pages of docs that hold measurements, from the result
+"""Generate the parts of README.md, recipes/results/README.md and pages of docs that show measurements, from the result
 files in recipes/results.
 
-A part stands between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function from all result
-documents (by file name) and the path from its page to the results, to blocks, and add it to `PAGES`. Plots are drawn
-again only if their data has changed, so a second `make readme` changes nothing.
+A generated part is between `<!-- name:start -->` and `<!-- name:end -->`. To add one, write a function that yields its
+blocks from all result documents (by file name) and the path from its page to the results, and add it to `PAGES`. Plots
+are redrawn only if their data has changed, so a second `make readme` changes nothing.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import gpu_prediction as predicted
 import measure_sharding
 import PIL.Image
 import typer
@@ -23,25 +24,32 @@ from comparison.report import PLACE, comparison_tables, options_of
 from evaluate_lm import table as context_table
 
 from hf_rfattn import attention_label, mechanism_names_in
-from hf_rfattn.bench import gpu_prediction as predicted
 from hf_rfattn.bench.report import report as benchmark_report
 from hf_rfattn.bench.report import speed_table
 from hf_rfattn.hub.scores import Row, ScoreTable, details, make_tables, overview, percent, run_speed, score_and_speed
-from hf_rfattn.results.documents import machine, read_result
+from hf_rfattn.results.documents import machine, read_result, without_folders
 from hf_rfattn.results.report import DASH, Block, Image, Table, as_markdown, in_bytes, number, times
 from hf_rfattn.results.schema import SOFTMAX, STAGES, Result, parse_result
 from hf_rfattn.study import study_class
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("recipes/results")
-MARK = "Data"  # of a PNG: what it was drawn from
-SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # of one layer, in the README
+MARK = "Data"  # PNG metadata: digest of the data of the plot
+SHOWN_LENGTHS = (128, 512, 1024, 4096, 16384)  # in the table of one layer in the README
 BENCHMARKS = {
-    "bench ops": ("One attention layer", benchmark_report),
-    "bench model": ("A whole model: time and memory", benchmark_report),
-    "bench decode": ("Generation: time of a token and memory of the cache", benchmark_report),
-    "bench sharding": ("One sequence over several processes: bytes sent and memory", measure_sharding.report),
+    "bench ops": ("Time of one attention layer", benchmark_report),
+    "bench model": ("Time and memory of a whole model", benchmark_report),
+    "bench decode": ("Time of a new token and memory of the cache", benchmark_report),
+    "bench sharding": ("One sequence split over several processes: bytes sent and memory", measure_sharding.report),
 }
+STUDIES = {
+    "gram": "Kernel matrices of random features",
+    "heads": "Error by layer and head",
+    "mrf": "Markov random fields",
+    "mse": "Attention matrices of random features",
+    "rank": "Rank of attention outside a band",
+}
+COMMAND_WIDTH = 100
 
 Documents = dict[str, dict[str, Any]]  # result files by their path below recipes/results
 Part = Callable[[Documents, str], Iterator[Block]]
@@ -51,8 +59,20 @@ def measured_on(document: dict[str, Any]) -> str:
     return f"{machine(document['hardware'])}, torch {document['versions']['torch']}"
 
 
+def origin(document: dict[str, Any], link: str) -> str:
+    """The machine, the result file, and the command that measured it, as a block with continued lines."""
+    lines = [""]
+    for part in re.split(r" (?=--)", document.get("command") or f"hf-rfattn {document['kind']} --full"):
+        if lines[-1] and len(f"{lines[-1]} {part}") > COMMAND_WIDTH:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] = f"{lines[-1]} {part}" if lines[-1] else part
+    command = " \\\n".join(lines)
+    return f"Measured on {measured_on(document)} ({link}) by\n```\n{command}\n```"
+
+
 def was_idle(document: dict[str, Any]) -> bool:
-    """Whether fewer processes than cores were running when a measurement began: otherwise its speed says nothing."""
+    """Whether the load average at the start was below the number of cores; otherwise speeds are not shown."""
     load = document["load_average"]
     return load is None or load[0] < document["hardware"]["cores"]
 
@@ -78,7 +98,7 @@ def comparisons(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def scores(documents: Documents, results: str) -> Iterator[Block]:
-    """Long inputs at a glance: a column for each model and task, a row for each mechanism."""
+    """Overview of tasks with long inputs: one column per model and task, one row per mechanism."""
     reviews = [table for folder, _, found in compared(documents) if folder == "long_reviews" for table in found]
     tables = [*retrieval_tables(documents), *(table for table in reviews if table.first.budget["max_length"] == 2048)]
     brief = [replace(table, rows=[replace(row, label=in_brief(row)) for row in table.rows]) for table in tables]
@@ -87,20 +107,20 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def in_brief(row: Row) -> str:
-    """Its mechanism without options, and whether that has learnt from softmax."""
+    """The mechanism of a row without options, and whether it went through attention transfer."""
     name = next(iter(mechanism_names_in(row.runs[0].attention)), SOFTMAX)
     return f"{name}, after attention transfer" if row.runs[0].document.get("transfer") else name
 
 
 def evaluations(documents: Documents, results: str) -> Iterator[Block]:
-    """Models that were evaluated without a comparison: a table for each model, task and budget."""
+    """Results that do not belong to a comparison: one table per model, task and budget."""
     tasks = {name: each for name, each in documents.items() if each["kind"] == "task" and PLACE not in each}
     found = [parse_result(document, name) for name, document in tasks.items()]
     yield from score_tables(make_tables(found, lambda result: result.task), documents)
 
 
 def model_benchmarks(documents: Documents) -> dict[tuple[str, int, str], dict[bool, dict[str, Any]]]:
-    """What `hf-rfattn bench model` measured, by model, length and attention, and by pass (training or not)."""
+    """Cells of `hf-rfattn bench model` by model, length and attention, then by pass (training or not)."""
     found: dict[tuple[str, int, str], dict[bool, dict[str, Any]]] = {}
     for document in documents.values():
         for cell in document["cells"] if document["kind"] == "bench model" else ():
@@ -111,11 +131,11 @@ def model_benchmarks(documents: Documents) -> dict[tuple[str, int, str], dict[bo
 
 
 def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Block]:
-    """Budget, then score, speed and memory in one row for each attention.
+    """Budget and table of scores, speed and memory of each comparison, with one row per attention.
 
-    Speed and memory are those of `hf-rfattn bench model` at the same length where it has measured the model: all kinds
-    of attention in turn, on an idle machine; a model that was trained before is named after its base, a comma, and how
-    it was trained. Otherwise they are those of the runs, without speed if the machine was busy.
+    Speed and memory come from `hf-rfattn bench model` at the same length if it has measured the model, since it times
+    mechanisms alternately on an idle machine. Otherwise they come from the runs, without speed if the machine was busy.
+    Models that were trained before are named BASE, HOW: such a model has the speed of its base.
     """
     benched = model_benchmarks(documents)
 
@@ -140,11 +160,11 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
 
 
 def gpu_prediction(documents: Documents, results: str) -> Iterator[Block]:
-    """Costs on GPUs, counted from shapes."""
+    """Predicted costs on GPUs."""
     sources = "; ".join(f"{device.name}: {device.source}" for device in predicted.DEVICES)
     yield (
         "**Predicted, not measured**: no GPU was available. Counted from shapes by "
-        "`hf_rfattn/bench/gpu_prediction.py`, which states what is counted: a "
+        "`.ci/gpu_prediction.py`, which states what is counted: a "
         f"forward pass in bfloat16, {predicted.HEADS} heads of 64 (batch times heads), at peak rates. Peak figures: "
         f'{sources}. "Never": each causal query chooses its blocks itself, which moves more bytes than softmax saves.'
     )
@@ -158,7 +178,7 @@ def retrieval_tables(documents: Documents) -> list[ScoreTable]:
 
 
 def tradeoff(documents: Documents, results: str) -> Iterator[Block]:
-    """Share of softmax's score and speed-up of embedding models on long documents, as a plot."""
+    """Plot of the share of softmax's score against speed-up, for embedding models on long documents."""
     benched, drawn = model_benchmarks(documents), []
     for table in retrieval_tables(documents):
         rows = []
@@ -174,11 +194,11 @@ def tradeoff(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def context_cells(documents: Documents) -> Iterator[tuple[dict[str, Any], Documents, list[dict[str, Any]]]]:
-    """Decoders by context length: for each model, data set, dtype and number of tokens what all its files share, those
-    files, and their cells.
+    """Results of decoders by context length: for each model, dataset, dtype and number of tokens, its description, its
+    files and their cells.
 
-    A model that was trained is named after its base, a comma, and how it was trained. All speeds at a length are those
-    of one run, the one of most repetitions with softmax in it.
+    Trained models are named BASE, HOW. All speeds at a length come from the run with the most repetitions that includes
+    softmax.
     """
     tables: dict[tuple[str, str, str], Documents] = {}
     for name, document in documents.items():
@@ -207,7 +227,7 @@ def context_cells(documents: Documents) -> Iterator[tuple[dict[str, Any], Docume
 
 
 def contexts(documents: Documents, results: str) -> Iterator[Block]:
-    """Decoders by context length, a table for each model, data set, dtype and number of tokens."""
+    """Decoders by context length: one table per model, dataset, dtype and number of tokens."""
     for about, found, cells in context_cells(documents):
         yield (
             f"**{about['model']}** in {about['dtype']}, {about['machine']}: perplexity on {about['tokens']:,} tokens "
@@ -219,7 +239,7 @@ def contexts(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def labels(document: dict[str, Any]) -> dict[str, str]:
-    """The kinds of attention of a benchmark as tables name them; a mechanism in all layers by its own name."""
+    """Labels in tables for the attentions of a benchmark. The same mechanism in all layers has its own label."""
     found = {}
     for name, kind in document["attention"].items():
         layers = list(kind["layers"].values()) if "layers" in kind else []
@@ -232,37 +252,37 @@ def benchmarks(documents: Documents, results: str) -> Iterator[Block]:
     for kind, (title, report_of) in BENCHMARKS.items():
         for name, document in documents.items():
             if document["kind"] == kind:
-                about = document.get("model", {}).get("name")
-                command = document.get("command") or f"hf-rfattn {kind}"
-                yield f"### {title} ({about})" if about else f"### {title}"
-                yield f"On {measured_on(document)}; [{name}]({results}{name}), made by `{command}`."
+                model = document.get("model", {}).get("name", "").rpartition("/")[2]
+                yield f"### {title}{': ' * bool(model)}{model} ({Path(name).stem})"
+                yield origin(without_folders(document), f"[{name}]({results}{name})")
                 yield from report_of(document, name.removesuffix(".json"))
 
 
 def speed(documents: Documents, results: str) -> Iterator[Block]:
-    """One layer, by length."""
+    """Speed of one attention layer by length."""
     for name, document in documents.items():
         if document["kind"] == "bench ops" and "/" not in name:
-            yield f"**One attention layer**: speed over softmax by length, on {measured_on(document)}."
+            yield f"Speed over softmax of one attention layer at inference, on {measured_on(document)}:"
             table = speed_table(document, SHOWN_LENGTHS)
-            yield replace(table, title="", rows=[row for row in table.rows if row[1] != "average"])
+            rows = [[row[0].removesuffix(", inference"), *row[1:]] for row in table.rows if row[1] != "average"]
+            yield replace(table, title="", headings=["direction", "attention", *table.headings[2:]], rows=rows)
 
 
 def studies(documents: Documents, results: str) -> Iterator[Block]:
     """The main numbers of each study, with its figures."""
     for name, document in documents.items():
         if document["kind"].startswith("study "):
-            path = name.removesuffix(".json")
-            yield f"### {document['kind'].removeprefix('study ').capitalize()}: {Path(path).name}"
-            yield f"`hf-rfattn {document['kind']}`, on {measured_on(document)}; [{name}]({results}{name})."
-            yield study_class(document["kind"].removeprefix("study ")).table(document)
+            path, study = name.removesuffix(".json"), document["kind"].removeprefix("study ")
+            yield f"### {STUDIES.get(study, study)} ({Path(path).name})"
+            yield f"`hf-rfattn study {study}`, on {measured_on(document)}; [{name}]({results}{name})."
+            yield study_class(study).table(document)
             for figure in sorted((ROOT / RESULTS).glob(f"{path}*.png")):
                 yield f"![{figure.stem.replace('_', ' ')}]({results}{figure.relative_to(ROOT / RESULTS)})"
 
 
 def encoder_cost(documents: Documents, results: str, attention: str, transfer: bool, task: bool) -> Iterator[Block]:
-    """What an attention costs in encoders, by length and model: with or without attention `transfer`, and with or
-    without training on the `task`.
+    """Score and speed of an attention relative to softmax in encoders, by length and model, with or without attention
+    `transfer` and training on the `task`.
     """
     benched, rows = model_benchmarks(documents), []
     found = [parse_result(document, name) for name, document in documents.items() if document["kind"] == "task"]
@@ -280,7 +300,7 @@ def encoder_cost(documents: Documents, results: str, attention: str, transfer: b
 
 
 def decoder_cost(documents: Documents, results: str, kinds: tuple[str, ...], trained: bool) -> Iterator[Block]:
-    """What kinds of attention cost in decoders by context length, relative to softmax with the same training."""
+    """Perplexity, speed and cache of decoders by context length, relative to softmax with the same training."""
     measures = "prefill_tokens_per_second", "ms_per_token", "cache_bytes"
     for about, _, cells in context_cells(documents):
         softmax = {(cell["length"], cell["stage"]): cell for cell in cells if cell["attention"] == SOFTMAX}
@@ -300,12 +320,12 @@ def decoder_cost(documents: Documents, results: str, kinds: tuple[str, ...], tra
 
 
 def gpu_break_even(documents: Documents, results: str) -> Iterator[Block]:
-    """Predicted break-even lengths alone."""
+    """Predicted break-even lengths."""
     rows = [[f"{row[1]}, {row[0]}", *row[4:]] for row in predicted.table().rows if not row[1].startswith(SOFTMAX)]
     yield Table("", ["attention", *(f"{device.name} (predicted)" for device in predicted.DEVICES)], rows)
 
 
-def figure(documents: Documents, results: str, plot: str) -> Iterator[Block]:
+def figure(documents: Documents, results: str, plot: str, about: str) -> Iterator[Block]:
     """A plot with its data, machine and command, and the break-even lengths of a benchmark. The data of a study has the
     name of the plot up to the last underscore.
     """
@@ -313,16 +333,15 @@ def figure(documents: Documents, results: str, plot: str) -> Iterator[Block]:
     if source is None:
         return
     document = documents[source]
-    yield f"![{Path(plot).stem.replace('_', ' ')}]({results}{plot}.png)"
-    command = document.get("command") or f"hf-rfattn {document['kind']} --full"
-    yield f"Measured on {measured_on(document)}, by `{command}`; [data]({results}{source})."
+    yield f"![{about}]({results}{plot}.png)"
+    yield origin(document, f"[data]({results}{source})")
     if document["kind"].startswith("bench "):
         rows = [[row[1], row[0], row[-1]] for row in speed_table(document).rows if row[-1]]
         yield Table("", ["attention", "pass", "faster than softmax from (break-even)"], rows, aligned=False)
 
 
 def upstream(documents: Documents, results: str) -> Iterator[Block]:
-    """transformers' own tests with every model patched: how many pass, and why the others fail."""
+    """Results of transformers' own tests with patched models: number of passed tests, and reasons for failures."""
     for document in (each for each in documents.values() if each["kind"] == "upstream"):
         rows, versions = document["rows"], document["versions"]
         kinds = list(dict.fromkeys(row["attention"] for row in rows))
@@ -350,13 +369,25 @@ COSTS: dict[str, Part] = {
     "decoder-trained": partial(decoder_cost, kinds=("fmm, bandwidth=512", "band, bandwidth=512"), trained=True),
     "gpu": gpu_break_even,
 }
-PLOTS = {  # of the gallery
-    "ops": "ops_cpu", "bge": "embeddings/speed_bge", "minilm": "embeddings/speed_minilm",
-    "reviews": "long_reviews/speed", "decode": "decode_cpu", "heads": "studies/heads_error",
-    "kinds": "studies/heads_kinds", "rank": "studies/rank", "mse": "studies/mse_normal", "sparse": "studies/mse_sparse",
-    "norms": "studies/mse_norms", "gram": "studies/gram_error", "mrf": "studies/mrf_error",
-}  # fmt: skip
-PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, and the parts
+PLOTS = {  # of the gallery: name and description
+    "ops": ("ops_cpu", "Time of one attention layer by sequence length"),
+    "bge": ("embeddings/speed_bge", "Time and memory of bge-small by sequence length"),
+    "minilm": ("embeddings/speed_minilm", "Time and memory of all-MiniLM-L6 by sequence length"),
+    "reviews": ("long_reviews/speed", "Time and memory of a review classifier by sequence length"),
+    "decode": ("decode_cpu", "Time of a new token and memory of the cache by prompt length"),
+    "heads": ("studies/heads_error", "Error of the attention output by layer and head"),
+    "kinds": (
+        "studies/heads_kinds",
+        "Kinds of heads: attention to near tokens, to the first and last token, entropy and norms",
+    ),
+    "rank": ("studies/rank", "Rank of attention matrices outside a band"),
+    "mse": ("studies/mse_normal", "Error of random features on normal inputs by number of features"),
+    "sparse": ("studies/mse_sparse", "Error of random features on sparse inputs by number of features"),
+    "norms": ("studies/mse_norms", "Error of random features by norm of the inputs"),
+    "gram": ("studies/gram_error", "Error of kernel matrices by number of features"),
+    "mrf": ("studies/mrf_error", "Error of the log partition function of Markov random fields"),
+}
+PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # path to the results, and parts
     Path("README.md"): (f"{RESULTS}/", {"picture": tradeoff, "accuracy": scores, "speed": speed}),
     RESULTS / "README.md": ("", {
         "accuracy": comparisons, "evaluations": evaluations, "contexts": contexts, "speed": benchmarks,
@@ -365,13 +396,15 @@ PAGES: dict[Path, tuple[str, dict[str, Part]]] = {  # the way to the results, an
     Path("docs/reference/upstream.md"): (f"../../{RESULTS}/", {"upstream": upstream}),
     Path("docs/guides/choose.md"): (f"../../{RESULTS}/", COSTS),
     Path("docs/gallery.md"): (
-        f"../{RESULTS}/", {"tradeoff": tradeoff} | {name: partial(figure, plot=plot) for name, plot in PLOTS.items()}
+        f"../{RESULTS}/",
+        {"tradeoff": tradeoff}
+        | {name: partial(figure, plot=plot, about=text) for name, (plot, text) in PLOTS.items()},
     ),
 }  # fmt: skip
 
 
-def main(root: Annotated[Path, typer.Option(help="Of the repository whose pages are filled.")] = ROOT) -> None:
-    """Fill the marked parts of all pages from result files."""
+def main(root: Annotated[Path, typer.Option(help="Root of the repository.")] = ROOT) -> None:
+    """Generate the marked parts of all pages from the result files."""
     paths = sorted((root / RESULTS).rglob("*.json"))
     documents = {str(path.relative_to(root / RESULTS)): read_result(path) for path in paths}
     for name, (results, parts) in PAGES.items():
@@ -385,7 +418,7 @@ def main(root: Annotated[Path, typer.Option(help="Of the repository whose pages 
 
 
 def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) -> tuple[str, list[Image]]:
-    """The same text with every marked part made anew, and the plots that it shows."""
+    """Return the text with all marked parts generated again, and the plots in them."""
     images: list[Image] = []
     for name, make in parts.items():
         pattern = re.compile(rf"(<!-- {name}:start -->\n).*?(<!-- {name}:end -->)", flags=re.DOTALL)
@@ -399,7 +432,7 @@ def fill(text: str, documents: Documents, results: str, parts: dict[str, Part]) 
 
 
 def draw(image: Image, documents: Documents, folder: Path) -> bool:
-    """Draw a plot unless it is there, made from the same data: the result file of its name, or all of its folder."""
+    """Draw a plot unless it exists with the same data: the result file of the same name, or all files of its folder."""
     path, own = folder / image.name, image.name.removesuffix(".png") + ".json"
     parent = Path(own).parent
     data = documents.get(own) or [each for name, each in documents.items() if Path(name).parent == parent]

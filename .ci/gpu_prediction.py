@@ -10,8 +10,8 @@ launch overhead, which dominates at short lengths and small batches.
 import math
 from typing import NamedTuple
 
-from ..mechanisms.multipole import CAUSAL_BLOCK, MultipoleConfig, block_and_tile
-from ..results.report import Table
+from hf_rfattn.mechanisms.multipole import CAUSAL_BLOCK, MultipoleConfig, block_and_tile
+from hf_rfattn.results.report import Table
 
 BLOCK = 128  # block size of FlexAttention
 CHUNK = 64  # chunk size of gated linear attention
