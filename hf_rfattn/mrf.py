@@ -135,7 +135,9 @@ class LinearChainMRF:
         if length is None:
             raise ValueError("Embeddings [states, n] are shared by all nodes: give their number, length=T.")
         if length < 1 or own not in (None, length):
-            raise ValueError(f"length must be a positive integer, and that of the embeddings, not {length!r}.")
+            raise ValueError(
+                f"length must be a positive integer, and T if embeddings are [T, states, n], not {length!r}."
+            )
         self.embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         self.num_nodes, self.num_states = length, embeddings.shape[-2]
         shape = length, self.num_states

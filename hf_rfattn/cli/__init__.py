@@ -1,4 +1,4 @@
-"""The command line, `hf-rfattn`: one file for each group of commands. What a command needs is imported when it runs."""
+"""The command line, `hf-rfattn`: one file per group of commands. Commands import what they need when they run."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """The first level: its help lists commands by purpose and fits one screen. Commands find their words in `obj`."""
+    """The top level. Its help lists the commands by purpose; `obj` is the command line as it was typed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = list(args)

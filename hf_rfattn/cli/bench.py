@@ -1,4 +1,4 @@
-"""`hf-rfattn bench …`: one command a benchmark, with an option for each of its settings."""
+"""`hf-rfattn bench …`: one command per benchmark, with an option for each of its settings."""
 
 import dataclasses
 import importlib
@@ -21,15 +21,15 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-Output = Annotated[Path, typer.Option(help="Folder for results (JSON) and plots.")]
+Output = Annotated[Path, typer.Option(file_okay=False, help="Folder for results (JSON) and plots.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Field = Any  # of dataclasses
 
 
 def _add(name: str, settings: type[Settings], description: str, example: str) -> None:
-    """Add the command of the module `bench.NAME`, which has `measure` and `report` and is imported when it runs."""
+    """Add the command for the module `bench.NAME`, which is imported when the command runs."""
     shared = {field.name for field in dataclasses.fields(Settings)}
-    fields = sorted(dataclasses.fields(settings), key=lambda field: field.name in shared)  # its own come first
+    fields = sorted(dataclasses.fields(settings), key=lambda field: field.name in shared)  # shared ones last
 
     def command(context: typer.Context, output: Path, as_json: bool, **given: Any) -> None:
         with errors_without_traceback():
@@ -49,7 +49,7 @@ def _add(name: str, settings: type[Settings], description: str, example: str) ->
 
 
 def _annotation(field: Field) -> Any:
-    """The type of an option. Lists may be given with commas, or the option several times."""
+    """Type of an option. Lists are separated by commas, or the option is repeated."""
     option = typer.Option(help=field.metadata["help"], min=field.metadata.get("min"))
     return Annotated[list[str] if "Sequence" in str(field.type) else field.type, option]
 
@@ -72,8 +72,8 @@ def _parse(field: Field, given: Any) -> Any:
 
 
 def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json: bool) -> None:
-    """Measure, write the result, its plot and the documents for cards, and print its tables."""
-    import matplotlib.figure  # noqa: F401  # plots come last: better missed before hours of measuring
+    """Measure, write the result, its plots and the documents for model cards, and print its tables."""
+    import matplotlib.figure  # noqa: F401  # raises an error before the measurement if it is missing
     import transformers
 
     from ..results.documents import without_folders, write_result

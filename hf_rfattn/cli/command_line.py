@@ -1,4 +1,4 @@
-"""What commands share: errors and Ctrl-C as one line, progress, numbers and choices, the command as it was typed."""
+"""Shared by all commands: error messages, progress bars, parsing of lists, and the command line for result files."""
 
 import shlex
 import warnings
@@ -14,38 +14,38 @@ Choice = TypeVar("Choice")
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Without the line of code; warnings for developers are left out."""
+    """Print warnings for users as one line, and ignore other categories."""
     if issubclass(category, UserWarning):
         typer.echo(f"hf-rfattn: Warning: {message}", err=True)
 
 
 def example_of(words: str) -> str:
-    """The end of a command's help; the first character keeps the line breaks."""
+    """Return an example for the end of a help text, in which the first character preserves line breaks."""
     return f"\b\nExample:\n  hf-rfattn {words}"
 
 
 @contextmanager
 def errors_without_traceback() -> Iterator[None]:
-    """User errors, Ctrl-C and warnings become one line each."""
+    """Print user errors, Ctrl-C and warnings as one line each."""
     with script(name="hf-rfattn"), warnings.catch_warnings():
         warnings.showwarning = _show_warning
         yield
 
 
 def parse_numbers(option: str, text: str, example: str) -> list[int]:
-    """Positive whole numbers between commas, sorted, each once.
+    """Parse positive integers separated by commas. Returns them sorted, without duplicates.
 
     >>> parse_numbers("--lengths", "512, 128,512", "128,512")
     [128, 512]
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{option} {text!r} must be whole numbers such as {example}.")
+        raise ValueError(f"{option} {text!r} must be positive integers separated by commas, such as {example}.")
     return sorted({int(part) for part in parts})
 
 
 def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tuple[Choice, ...]:
-    """What the words between commas stand for, each once, in the order of the choices.
+    """Parse names separated by commas. Returns their values in the order of `choices`, without duplicates.
 
     >>> parse_choices("--passes", "training,forward", {"forward": 1, "training": 2})
     (1, 2)
@@ -53,13 +53,13 @@ def parse_choices(option: str, text: str, choices: Mapping[str, Choice]) -> tupl
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in choices:
-            raise ValueError(f"{option} {word!r} is not possible; choose from {', '.join(choices)}.")
+            raise ValueError(f"{option}: unknown value {word!r}; choose from {', '.join(choices)}.")
     return tuple(value for name, value in choices.items() if name in words)
 
 
 @contextmanager
 def progress_bar(doing: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, if that is a terminal. Call it with what is being done and, if known, the share that is done."""
+    """Show a progress bar on stderr if it is a terminal. Yields a function of the current step and the share done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -75,7 +75,7 @@ def progress_bar(doing: str) -> Iterator[Callable[..., None]]:
 
 
 def typed(context: typer.Context) -> str:
-    """The command as it was typed, without the options for its output: it reproduces a result."""
+    """Return the command line without its output options, to record in result files how to reproduce them."""
     words, kept = iter(context.find_root().obj), ["hf-rfattn"]
     for word in words:
         if word in ("-o", "--output"):

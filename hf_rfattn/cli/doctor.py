@@ -1,4 +1,4 @@
-"""`hf-rfattn doctor`: what a bug report needs."""
+"""`hf-rfattn doctor`: information for bug reports."""
 
 import json
 import platform
@@ -39,7 +39,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def report() -> dict[str, Any]:
-    """All of it as data."""
+    """Collect versions, devices and kernels."""
     import torch
 
     from ..ops import backend
@@ -68,7 +68,7 @@ def _of_device(device: Any) -> dict[str, Any]:
 
 
 def calls(device: Any) -> list[dict[str, str]]:
-    """One call of each mechanism, form and dtype on a device, and the kernels that it ran on."""
+    """Call each mechanism on a device, in each form and dtype, and return which kernels were used."""
     import torch
 
     from ..mechanisms import build_mechanism, mechanism_names
@@ -83,7 +83,7 @@ def calls(device: Any) -> list[dict[str, str]]:
                 backend.decisions.clear()
                 try:
                     with warnings.catch_warnings(), torch.no_grad():
-                        warnings.simplefilter("ignore")  # failed checks are part of the answer
+                        warnings.simplefilter("ignore")  # failed checks are reported below
                         mechanism(q, k, v, causal=causal)
                     kernels = [f"{operator}: {problem or 'fused'}" for operator, problem in backend.decisions.items()]
                 except Exception as error:

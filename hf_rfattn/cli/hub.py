@@ -1,4 +1,4 @@
-"""`hf-rfattn card DIR` and `hf-rfattn publish DIR --repo me/name`. What they need is imported when they run."""
+"""`hf-rfattn card DIR` and `hf-rfattn publish DIR --repo me/name`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +32,7 @@ def card(
         if results is not None:
             read = read_results(results)
             if not read:
-                raise ValueError(f"{results} holds no result file ; give a folder with the JSON files of recipes.")
+                raise ValueError(f"{results} contains no result files; give a folder with the JSON files of recipes.")
             if results.resolve() != inside.resolve():
                 for result in read:
                     write_result(dict(result.document), inside / result.file)

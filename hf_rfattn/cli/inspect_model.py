@@ -1,4 +1,4 @@
-"""`hf-rfattn inspect MODEL`: what patching would do to a model, and what that costs."""
+"""`hf-rfattn inspect MODEL`: which modules would be patched, and the cost of their attention."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..integration.discovery import AttentionSite
     from ..mechanisms import Mechanism, MechanismConfig
 
-MOST_TOKENS = 2048  # of a text: the exact softmax it is compared with is quadratic
+MOST_TOKENS = 2048  # maximum length of the text, since exact softmax is quadratic
 LENGTHS = "128,512,2048,8192"
 SEES = {"causal": "the past", "bidirectional": "all", "cross": "the encoder"}
 MEMORY = {"kv_cache_bytes": "softmax: KV cache", "state_bytes": "{}: state"}
@@ -55,7 +55,7 @@ def inspect_model(
 
 
 def _inspect(name: str, config: "MechanismConfig", lengths: list[int], text: str | None) -> dict[str, Any]:
-    """The report as a JSON document, but for the error, which stays an object."""
+    """Return the report as a dict, in which only the error is not JSON."""
     import torch
     import transformers
 
@@ -114,7 +114,7 @@ def _module(site: "AttentionSite") -> dict[str, Any]:
 
 
 def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.dtype") -> dict[str, int]:
-    """Multiply-adds of all patched modules, one sequence, and what generation keeps of it."""
+    """Multiply-adds of all patched modules for one sequence, and memory of their caches during generation."""
     from ..integration.cost import attention_cost
 
     cost: dict[str, int] = {"length": length, "multiply_adds": 0, "softmax_multiply_adds": 0}
@@ -129,7 +129,7 @@ def _costs(patched: "list[tuple[Mechanism, bool]]", length: int, dtype: "torch.d
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    """The report as text."""
+    """Format the report as lines of text."""
     from ..mechanisms.config import option_value
 
     name, *options = report["attention"].items()
@@ -142,12 +142,12 @@ def _lines(report: dict[str, Any]) -> list[str]:
             "hf_rfattn.extend_positions, or `hf-rfattn patch ... --max-length`."
         )
     if "error" in report:
-        lines.append(f"\nError on {report['tokens']} tokens of the text, weights as they are:\n{report['error']}")
+        lines.append(f"\nError on {report['tokens']} tokens of the text, without training:\n{report['error']}")
     return lines
 
 
 def _module_lines(modules: list[dict[str, Any]]) -> list[str]:
-    """One row for all modules that differ in their layer alone."""
+    """Table with one row for all modules that differ only in their layer."""
     from ..integration.spec import format_layers
     from ..integration.text_table import text_table
 
@@ -180,9 +180,9 @@ def _cost_lines(report: dict[str, Any]) -> list[str]:
         sizes = (in_bytes(cost[key]) for key in memory)
         rows.append((cost["length"], si(softmax), si(own), f"{own / softmax:.3g}", *sizes))
     titles = ("length", "softmax: mult-adds", f"{name}: mult-adds", "ratio", *memory.values())
-    lines = ["All patched modules together, one sequence, counted:", text_table(dict.fromkeys(titles, ">"), rows)]
+    lines = ["All patched modules together, for one sequence:", text_table(dict.fromkeys(titles, ">"), rows)]
     if "state_bytes" in memory:
-        lines.append("State: all that generate() keeps of a sequence, in float32; the KV cache grows with every token.")
+        lines.append("State: memory of generate() per sequence, in float32; the KV cache grows with every token.")
     lines.append(
         f"Break-even sequence length in multiply-adds: {f'{even:,}' if even else 'none'}. The break-even in time is "
         "longer; `hf-rfattn bench ops` and `bench model` measure it on this machine."

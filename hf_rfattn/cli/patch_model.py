@@ -1,4 +1,4 @@
-"""`hf-rfattn patch` and `hf-rfattn unpatch`: from a checkpoint to a new folder."""
+"""`hf-rfattn patch` and `hf-rfattn unpatch`: change a checkpoint and save it to a new folder."""
 
 import json
 from collections.abc import Callable
@@ -71,7 +71,7 @@ def unpatch(model: Model, output: Output) -> None:
 
 
 def load(name: str) -> tuple[Any, Any]:
-    """A model, of the class it was saved from, and its tokenizer, or None."""
+    """Load a model, with the class it was saved from, and its tokenizer; None if it has none."""
     import transformers
 
     from ..integration.reading import load_config, model_class
@@ -85,9 +85,7 @@ def load(name: str) -> tuple[Any, Any]:
 
 
 def copy_pooling(name: str, folder: Path) -> None:
-    """Copy the files of an embedding model that say how sentence-transformers pools and prompts; without them it would
-    use defaults.
-    """
+    """Copy the sentence-transformers files of an embedding model, which define its pooling and prompts."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -110,7 +108,7 @@ def copy_pooling(name: str, folder: Path) -> None:
 
 
 def _save_changed(name: str, output: Path, change: Callable[[Any, Any], None]) -> None:
-    """Load a model and its tokenizer, change them, and save them into a new folder."""
+    """Load a model and its tokenizer, change them, and save them to a new folder."""
     from ..results.documents import new_folder
 
     with new_folder(output) as partial:

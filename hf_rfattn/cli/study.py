@@ -19,7 +19,7 @@ MODEL = (
 def study(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(STUDIES)}.")],
     full: Annotated[bool, typer.Option("--full", help="More random draws and sizes; takes longer.")] = False,
-    output: Annotated[Path, typer.Option(help="Folder for JSON, CSV and plots.")] = Path("study_out"),
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder for JSON, CSV and plots.")] = Path("study_out"),
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     model: Annotated[str | None, typer.Option(help=MODEL)] = None,
     text_file: Annotated[Path | None, typer.Option(help="Text for heads and rank. [default: a built-in one]")] = None,
@@ -44,8 +44,6 @@ def study(
     with errors_without_traceback():
         from ..results.report import print_blocks
 
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"{output} is not a folder; choose another --output.")
         given: dict[str, Any] = {"model": model, "tokens": tokens, "extend": extend}
         given["text_file"] = text_file and str(text_file)
         given = {key: value for key, value in given.items() if value is not None}

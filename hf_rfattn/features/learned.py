@@ -56,8 +56,6 @@ class AffineFeatures(FeatureMap):
 class HedgehogFeatures(AffineFeatures):
     """φ(x) = [softmax(Wx + b), softmax(-Wx - b)]."""
 
-    log_linear = True
-
     def __init__(self, num_heads: int, num_kv_heads: int, num_features: int, head_dim: int, seed: tuple[int, ...]):
         super().__init__(num_heads, num_kv_heads, num_features // 2, head_dim, seed)
         self.num_features = num_features

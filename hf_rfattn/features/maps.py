@@ -42,9 +42,9 @@ class FeatureMap(nn.Module):
 
     num_features: int
     positive: bool = True
-    knows_gradient: bool = False  # whether `pull` is defined
-    log_linear: bool = False  # whether `landmarks` is defined
     log_features: bool = True  # whether `features` returns one logarithm per feature, or one per token and a factor
+    pull: Any = None  # optional method: backpropagates the gradient of log-features to tokens, faster than autograd
+    landmarks: Any = None  # optional method: the features as groups of log-linear functions, for fused kernels
 
     def forward(self, role: Role, scale: float = 1.0) -> FeatureFunction:
         """φ of scale · x, for operators."""
@@ -71,14 +71,6 @@ class FeatureMap(nn.Module):
     def query_offset(self, x: Tensor, scale: float, *tensors: Any) -> Tensor | float:
         """The logarithm of the factor that `features` omits for queries, `[B, H, L, 1]`."""
         return 0.0
-
-    def pull(self, x: Tensor, role: str, scale: float, gradient: Tensor, *tensors: Any) -> Tensor:
-        """Backpropagate the gradient of log-features to tokens, faster than autograd. Defined if `knows_gradient`."""
-        raise NotImplementedError
-
-    def landmarks(self, x: Tensor, role: str, scale: float, *tensors: Any) -> list[Landmarks]:
-        """The features as groups of log-linear functions of tokens, for fused kernels. Defined if `log_linear`."""
-        raise NotImplementedError
 
     def floor(self) -> Tensor | None:
         """For signed maps, the smallest magnitude of the denominator per unit of key weight, `[Hkv or 1, 1, 1]`."""
@@ -132,9 +124,6 @@ class LogLinearFeatures(FeatureMap):
     """φ(x)_r = M^(-1/2) exp(ω_rᵀx + b_r - τ|x|²/2), with ω `[heads, M, D]`, b `[heads, 1, M]` (None: 0) and τ
     `[heads, 1, 1]` (None: 1).
     """
-
-    knows_gradient = True
-    log_linear = True
 
     def features(
         self, x: Tensor, role: str, scale: float, weight: Tensor, bias: Tensor | None, temperature: Tensor | None

@@ -206,7 +206,7 @@ def _layer_rows(folder: CheckpointFolder) -> Iterator[list[str]]:
 
 
 def _pooling_of_recipes(folder: CheckpointFolder) -> str | None:
-    """What the classifier reads, if its own code in transformers does not implement that pooling of the recipes."""
+    """Describe the pooling that a recipe trained the classifier with, if its transformers class has none."""
     model = named_model_class(folder.architecture)
     if model is None or hasattr(model.config_class(), "classifier_pooling"):
         return None

@@ -86,7 +86,10 @@ class RecurrentLayer(CacheLayerMixin):
         if not self.announced:
             raise ValueError(f"This cache was filled by patched layers, so softmax cannot read it. {_START_AGAIN}")
         if self.waiting:
-            raise NotImplementedError("No attention followed the last update of this cache. Pass use_cache=False.")
+            raise NotImplementedError(
+                "The model updated this cache again without computing attention in between, which a recurrent state "
+                "does not support. Pass use_cache=False."
+            )
         batch, _, new, _ = key_states.shape
         if self.keys is not None and batch != self.batch_size:
             raise ValueError(

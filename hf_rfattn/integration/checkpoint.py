@@ -127,16 +127,15 @@ def _is_patched(config: PreTrainedConfig) -> bool:
 def _check_tensors(path: str, info: dict[str, Any]) -> None:
     """Raise unless all tensors of the mechanisms came from the checkpoint."""
     problems = {
-        "lacks": info["missing_keys"],
-        "contains, unknown to its config,": info["unexpected_keys"],
-        "has the wrong shape for": [k[0] if isinstance(k, tuple) else k for k in info["mismatched_keys"]],
+        "lacks {} mechanism tensors": info["missing_keys"],
+        "contains {} mechanism tensors that its config does not describe": info["unexpected_keys"],
+        "contains {} mechanism tensors of the wrong shape": [name for name, *_ in info["mismatched_keys"]],
     }
     for what, keys in problems.items():
         names = sorted(key for key in keys if ".rf." in key)
         if names:
             raise ValueError(
-                f"{path} {what} {len(names)} mechanism tensors, such as {names[0]}. Loading never "
-                f"initializes mechanisms. {DAMAGED}"
+                f"{path} {what.format(len(names))}, such as {names[0]}. Loading never initializes mechanisms. {DAMAGED}"
             )
 
 

@@ -59,9 +59,6 @@ class NearField(Mechanism):
             return part_with_global_rows(out, q, k, v, count, part, scale=scale)
         return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask)
 
-    def gathers_sequence(self):
-        return False
-
     def near_pairs(self, x, y, key_mask, causal, segments) -> Tensor:
         """The near field as a dense mask, True for pairs that are scored exactly."""
         count, (lengths, device) = self.config.global_tokens, ((x.shape[2], y.shape[2]), x.device)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..features import FeatureMap
 from ..features.maps import RandomFeatures
-from ..ops import State, Sums, causal_linear_attention, linear_attention, linear_multiply_adds
+from ..ops import FeatureFunction, State, Sums, causal_linear_attention, linear_attention, linear_multiply_adds
 from ..ops.masks import unpack
 from ..ops.naive import allowed_pairs, normalised_weights, repeat_heads
 from ..ops.sharded import Part, part_of_causal_linear_attention, part_of_linear_attention
@@ -62,7 +62,7 @@ class Mechanism(nn.Module):
 
     def gathers_sequence(self) -> bool:
         """Whether `attend_part` gathers the queries, keys and values of all processes, which costs memory and time."""
-        return True
+        return type(self).attend_part is Mechanism.attend_part
 
     def new_state(self, batch: int, value_dim: int, dtype: torch.dtype, device: torch.device | str) -> State:
         """Create the generation state before the first token. If `holds_all_keys`, there is one more argument: the
@@ -212,6 +212,11 @@ class LinearMechanism(Mechanism):
         super().__init__(config, **shape)
         self.feature_map = feature_map
 
+    def features(self, scale: float) -> tuple[FeatureFunction, FeatureFunction]:
+        """φ of queries and of keys, for scores with this scale."""
+        root = math.sqrt(scale)
+        return self.feature_map("query", root), self.feature_map("key", root)
+
     def attend(self, q, k, v, *, scale, key_mask, causal, segments):
         root = math.sqrt(scale)
         maps = self.feature_map("query", root), self.feature_map("key", root)
@@ -221,26 +226,19 @@ class LinearMechanism(Mechanism):
         return causal_linear_attention(q, k, v, *maps, key_mask, both)[0]
 
     def attend_part(self, q, k, v, part, *, scale, causal):
-        root = math.sqrt(scale)
-        maps = self.feature_map("query", root), self.feature_map("key", root)
         if causal:
-            return part_of_causal_linear_attention(q, k, v, *maps, part)[0]
-        return part_of_linear_attention(q, k, v, *maps, part)
-
-    def gathers_sequence(self):
-        return False
+            return part_of_causal_linear_attention(q, k, v, *self.features(scale), part)[0]
+        return part_of_linear_attention(q, k, v, *self.features(scale), part)
 
     def attend_after(self, q, k, v, state, *, scale, key_mask):
-        root = math.sqrt(scale)
-        maps = self.feature_map("query", root), self.feature_map("key", root)
-        out, _, state = causal_linear_attention(q, k, v, *maps, key_mask, sums=state)
+        out, _, state = causal_linear_attention(q, k, v, *self.features(scale), key_mask, sums=state)
         return out, state
 
     def new_state(self, batch, value_dim, dtype, device):
         return Sums.of_none(self.feature_map("key"), (batch, self.num_kv_heads, value_dim), dtype, device)
 
     def dense_weights(self, x, y, key_mask, causal, segments):
-        phi_q, phi_k = self.feature_map("query"), self.feature_map("key")
+        phi_q, phi_k = self.features(1.0)
         q, k = phi_q.exactly(x), phi_k.exactly(y)
         scores = q.dense() @ repeat_heads(k.dense(), x.shape[1]).mT
         allowed = allowed_pairs(x.shape[2], y.shape[2], key_mask, causal, segments, device=x.device)

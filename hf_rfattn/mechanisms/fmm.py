@@ -9,6 +9,7 @@ NeurIPS 2021.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,12 +68,13 @@ class FmmState(State):
 
 class FmmAttention(NearField):
     config: FmmConfig
-    far: Any  # nn.ModuleList of LinearMechanism
+    far: Sequence[LinearMechanism]  # an nn.ModuleList
 
     def __init__(self, config: FmmConfig, *, seed: tuple[int, ...], **shape: Any):
         super().__init__(config, seed=seed, **shape)
         far = [resolve_config(f) for f in config.far]
-        self.far = nn.ModuleList(mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
+        terms = (mechanism_class(f)(f, seed=(*seed, number), **shape) for number, f in enumerate(far))
+        self.far = nn.ModuleList(terms)  # type: ignore[assignment]
         signed = [m.config.name for m in self.far if not m.feature_map.positive]
         if config.normalizer == "joint" and signed:
             raise ValueError(
@@ -99,10 +101,8 @@ class FmmAttention(NearField):
         else:
             others, fars = part.without_global(count, causal, q) if count else part, []
             for far in self.far:
-                maps = far.feature_map("query", math.sqrt(scale)), far.feature_map("key", math.sqrt(scale))
-                ways = (False,) if causal else (False, True)
-                lag = width + 1
-                fars.append([part_of_causal_linear_attention(q, k, v, *maps, others, lag, way) for way in ways])
+                maps, ways = far.features(scale), (False,) if causal else (False, True)
+                fars.append([part_of_causal_linear_attention(q, k, v, *maps, others, width + 1, way) for way in ways])
             out = self._merge(near, fars, q.dtype)
         return self.with_global_rows(out, q, k, v, scale, None, causal, part)
 
@@ -136,7 +136,7 @@ class FmmAttention(NearField):
             parts.append((out.flip(2), lse.flip(2)))
         return parts
 
-    def _keys_before(self, far, q, k, v, scale, key_mask, segments) -> tuple[Tensor, Tensor]:
+    def _keys_before(self, far: LinearMechanism, q, k, v, scale, key_mask, segments) -> tuple[Tensor, Tensor]:
         """Attention to the keys more than a bandwidth before each query: causal attention to keys shifted by that."""
         length, lag = k.shape[2], self.config.bandwidth + 1
         if not traced():  # a compiler would need two graphs, one for sequences shorter than the band
@@ -145,8 +145,7 @@ class FmmAttention(NearField):
         key_mask = F.pad(key_mask, (lag, 0))[:, :length]
         if segments is not None:
             segments = segments, torch.cat([segments[:, :1].expand(-1, lag), segments], dim=1)[:, :length]
-        maps = far.feature_map("query", math.sqrt(scale)), far.feature_map("key", math.sqrt(scale))
-        return causal_linear_attention(q, k, v, *maps, key_mask, segments)[:2]
+        return causal_linear_attention(q, k, v, *far.features(scale), key_mask, segments)[:2]
 
     def new_state(self, batch, value_dim, dtype, device):
         config, sizes = self.config, (batch, self.num_kv_heads, value_dim)
@@ -162,8 +161,8 @@ class FmmAttention(NearField):
         terms: list[Any] = []
         for far, past in zip(self.far, state.far, strict=True):
             if joint:
-                maps = far.feature_map("query", math.sqrt(scale)), far.feature_map("key", math.sqrt(scale))
-                *term, sums = causal_linear_attention(q.to(keys.dtype), keys, values, *maps, taken, sums=past)
+                x, maps = q.to(keys.dtype), far.features(scale)
+                *term, sums = causal_linear_attention(x, keys, values, *maps, taken, sums=past)
             else:
                 term, sums = far.attend_after(q, k, v, past, scale=scale, key_mask=key_mask)
             terms.append([term] if joint else term)

@@ -11,7 +11,6 @@ only the sums and the exact keys. Prefill (several tokens at once) scores all ke
 measured lengths, up to 16,384 tokens.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -84,13 +83,7 @@ class MultipoleAttention(Mechanism):
             return self._attend_unpacked(q, k, v, scale, key_mask, segments, causal=True)
         if causal:
             return causal_multipole_attention(q, k, v, self._causal_sizes(), scale=scale, key_mask=key_mask)[0]
-        if key_mask is None or traced() or not self._depends_on_length:
-            return self._attend_to_all(q, k, v, scale, key_mask, self._sizes(k.shape[2]))
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        for rows, sizes in self._sizes_by_length(key_mask):
-            x, y, u = (z.index_select(0, rows) for z in (q, k, v))
-            out = out.index_copy(0, rows, self._attend_to_all(x, y, u, scale, key_mask[rows], sizes))
-        return out
+        return self._attend_to_all(q, k, v, scale, key_mask)
 
     def attend_part(self, q, k, v, part, *, scale, causal):
         total = part.size * part.length
@@ -98,42 +91,32 @@ class MultipoleAttention(Mechanism):
             return super().attend_part(q, k, v, part, scale=scale, causal=causal)
         if causal:
             return part_of_causal_multipole_attention(q, k, v, self._causal_sizes(), part, scale=scale)
-        if part.key_mask is None:
-            return self._attend_part_to_all(q, k, v, part, scale, self._sizes(total))
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        for rows, sizes in self._sizes_by_length(part.key_mask):
-            x, y, u = (z.index_select(0, rows) for z in (q, k, v))
-            some = replace(part, key_mask=part.key_mask[rows])
-            out = out.index_copy(0, rows, self._attend_part_to_all(x, y, u, some, scale, sizes))
-        return out
+        return self._attend_to_all(q, k, v, scale, part.key_mask, part)
 
-    def gathers_sequence(self):
-        return False
-
-    def _attend_part_to_all(self, q, k, v, part: Part, scale: float, sizes: Sizes) -> Tensor:
-        config = self.config
-        out = part_of_multipole_attention(q, k, v, sizes, part, order=config.order, scale=scale)
-        count = config.global_tokens
-        return part_with_global_rows(out, q, k, v, count, part, scale=scale, last=False) if count else out
-
-    def _attend_to_all(self, q, k, v, scale: float, key_mask: Tensor | None, sizes: Sizes) -> Tensor:
-        config = self.config
-        out = multipole_attention(q, k, v, sizes, order=config.order, scale=scale, key_mask=key_mask)
-        if not config.global_tokens or q.shape[2] != k.shape[2]:
-            return out
-        return with_global_rows(out, q, k, v, config.global_tokens, scale=scale, key_mask=key_mask, last=False)
-
-    @property
-    def _depends_on_length(self) -> bool:
-        return self.config.block is None or self.config.tile is None
-
-    def _sizes_by_length(self, key_mask: Tensor) -> Iterator[tuple[Tensor, Sizes]]:
-        """Group the rows of a batch by length, so that padding does not change the sizes that a sequence gets."""
-        count = key_mask.sum(1)
-        kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=key_mask.device))
+    def _attend_to_all(self, q, k, v, scale: float, key_mask: Tensor | None, part: Part | None = None) -> Tensor:
+        """Bidirectional attention. Rows are grouped by length, so that padding does not change the sizes they get."""
+        if key_mask is None or traced() or None not in (self.config.block, self.config.tile):
+            length = k.shape[2] if part is None else part.size * part.length
+            return self._attend_with_sizes(q, k, v, scale, key_mask, part, self._sizes(length))
+        out, count = q.new_zeros(*q.shape[:3], v.shape[3]), key_mask.sum(1)
+        kinds = torch.bucketize(count, torch.tensor([length for length, *_ in BY_LENGTH], device=q.device))
         for kind in kinds.unique().tolist():
             rows = (kinds == kind).nonzero().flatten()
-            yield rows, self._sizes(int(count[rows].max()))
+            x, y, u = (z.index_select(0, rows) for z in (q, k, v))
+            sizes = self._sizes(int(count[rows].max()))
+            out = out.index_copy(0, rows, self._attend_with_sizes(x, y, u, scale, key_mask[rows], part, sizes))
+        return out
+
+    def _attend_with_sizes(self, q, k, v, scale, key_mask, part: Part | None, sizes: Sizes) -> Tensor:
+        count, options = self.config.global_tokens, {"order": self.config.order, "scale": scale}
+        if part is not None:
+            part = replace(part, key_mask=key_mask)
+            out = part_of_multipole_attention(q, k, v, sizes, part, **options)
+            return part_with_global_rows(out, q, k, v, count, part, scale=scale, last=False) if count else out
+        out = multipole_attention(q, k, v, sizes, key_mask=key_mask, **options)
+        if not count or q.shape[2] != k.shape[2]:
+            return out
+        return with_global_rows(out, q, k, v, count, scale=scale, key_mask=key_mask, last=False)
 
     def _sizes(self, length: int) -> Sizes:
         """Sizes for a sequence of `length` keys."""

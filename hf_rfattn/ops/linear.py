@@ -215,7 +215,7 @@ def linear_attention(
     """
     if q.device.type in backend.DEVICES:
         arguments = q, k, v, phi_q, phi_k
-        problem = None if phi_q.map.log_linear else "features are not log-linear"
+        problem = None if phi_q.map.landmarks else "features are not log-linear"
         if backend.fused("linear", linear_attention, arguments, problem):
             return fused.linear_attention(*arguments, key_mask)
     found = None
@@ -334,7 +334,7 @@ class FeatureGradients:
     def logs(self, rows: slice) -> Tensor:
         """log φ of a block of tokens."""
         self.rows, self.x, self.log = rows, self.tokens[:, :, rows].detach(), None
-        if not self.learned and self.phi.map.knows_gradient:
+        if not self.learned and self.phi.map.pull:
             return self.phi(self.x.to(compute_dtype(self.x))).log
         with torch.enable_grad(), torch.autocast(self.x.device.type, enabled=False):
             self.log = self.phi(self.x.requires_grad_().to(compute_dtype(self.x))).log

@@ -38,16 +38,14 @@ def positions_of(chosen: Tensor, slots: int, segments: Tensor | None) -> Tensor:
     N]` without segments.
     """
     B, L = chosen.shape
-    if segments is None:
-        number = query_number = torch.zeros(B, 1, dtype=torch.long, device=chosen.device)
-    else:
-        number = query_number = segment_starts(segments).long().cumsum(1) - 1
-    number = number.expand(B, L)
-    slot = _rank(chosen, None if segments is None else number)
+    number = torch.zeros(B, 1, dtype=torch.long, device=chosen.device)  # of the sequence of each query
+    if segments is not None:
+        number = segment_starts(segments).long().cumsum(1) - 1
+    slot = _rank(chosen, segments)
     table = torch.full((B, (1 if segments is None else L) * slots + 1), -1, device=chosen.device)
     cell = torch.where(chosen & (slot < slots), number * slots + slot, table.shape[1] - 1)  # the last takes the others
     table = table.scatter(1, cell, torch.arange(L, device=chosen.device).expand(B, L))[:, :-1]
-    rows = query_number[:, :, None] * slots + torch.arange(slots, device=chosen.device)
+    rows = number[:, :, None] * slots + torch.arange(slots, device=chosen.device)
     return table.gather(1, rows.flatten(1)).view(B, -1, slots)
 
 

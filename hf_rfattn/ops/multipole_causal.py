@@ -230,8 +230,8 @@ def masked_attention(
 
 
 def _by_fused_kernels(x, rank, keys, values, sum_keys, sum_values, radius, sizes: CausalSizes, scale: float) -> Tensor:
-    """The same by fused kernels, which keep only the scores with block means in memory, for the choice. Key blocks that
-    none of 128 queries has chosen are skipped.
+    """`masked_attention` by fused kernels. Only the scores with block means, which the choice needs, are in memory, and
+    key blocks that none of 128 queries has chosen are skipped.
     """
     dtype, c = compute_dtype(x), sizes.block
     means, mean_values = sum_keys / c, sum_values / c

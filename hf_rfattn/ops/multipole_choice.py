@@ -129,38 +129,40 @@ def choose_for_each(
 
 
 @torch.no_grad()
-def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float) -> tuple[Any, Any]:
-    """Order of keys `[B, Hkv, Lk]` and queries `[B, H, Lq]` as positions, padding last; None if nothing moves."""
+def orders(x, y, x_seen, y_seen, sizes: Sizes, order: Order, scale: float, part: Any = None) -> tuple[Any, Any]:
+    """Order of keys `[B, Hkv, Lk]` and queries `[B, H, Lq]` as positions, padding last; None if nothing moves.
+
+    `x_seen` `[B, 1, Lq]` and `y_seen` `[B, 1, Lk]`: False for padding. With `part`, x and y are a process's part of a
+    sharded sequence (`ops.sharded`), while the masks and the result cover the whole sequence.
+    """
     (B, H), heads = x.shape[:2], y.shape[1]
-    y_order, x_order = (
-        None if seen is None else seen.long().argsort(dim=2, descending=True, stable=True).expand(B, n, -1)
-        for seen, n in ((y_seen, heads), (x_seen, H))
-    )
+    y_order, x_order = (None if s is None else by_position(s, B, n) for s, n in ((y_seen, heads), (x_seen, H)))
     if order == "position":
         return y_order, x_order
-    y, x = take(y.detach(), y_order), take(x.detach(), x_order)
-    y_seen, x_seen = (
-        None if seen is None else seen.expand(B, z.shape[1], -1).gather(2, o)
-        for z, seen, o in ((y, y_seen, y_order), (x, x_seen, x_order))
-    )
-    x_moments, y_moments = (moments(z, seen) for z, seen in ((x, x_seen), (y, y_seen)))
+    x_moments, y_moments = moments(x, x_seen, part), moments(y, y_seen, part)
     content = torch.ones(B, heads, dtype=torch.bool, device=x.device)
     if order == "auto":
         content = prefers_content(x_moments[1], y_moments[1], scale)
         if x.is_cpu and not traced() and not content.any():  # reading it would synchronize a GPU
             return y_order, x_order
 
-    def by_content(z, seen, z_moments, before, first: int) -> Tensor:
+    def by_content(z: Tensor, seen: Tensor | None, z_moments: tuple[Tensor, Tensor], first: int) -> Tensor:
         which = content.repeat_interleave(z.shape[1] // heads, 1).unsqueeze(-1)
-        number = torch.arange(z.shape[2], device=z.device)
-        code = torch.where(which & (number >= first), content_code(z, *z_moments), number - z.shape[2])
+        number = torch.arange(z.shape[2], device=z.device) if seen is None else seen.long().cumsum(2) - 1
+        which, code = which & (number >= first), number - number.shape[-1]
         if seen is not None:
-            code = code.masked_fill(~seen, 2**BITS)
-        found = code.argsort(dim=2, stable=True)
-        return found if before is None else before.gather(2, found)
+            which, code = which & seen, code.masked_fill(~seen, 2**BITS)
+        if part is not None:
+            which, code = part.own(which, 2), part.own(code, 2)
+        code = torch.where(which, content_code(z, *z_moments), code)
+        return (code if part is None else part.whole(code.int(), 2)).argsort(dim=2, stable=True)
 
-    first = sizes.first * sizes.block
-    return by_content(y, y_seen, y_moments, y_order, first), by_content(x, x_seen, x_moments, x_order, 0)
+    return by_content(y, y_seen, y_moments, sizes.first * sizes.block), by_content(x, x_seen, x_moments, 0)
+
+
+def by_position(seen: Tensor, batch: int, heads: int) -> Tensor:
+    """Positions `[B, heads, L]` in their order, padding last; `seen` `[B or 1, 1, L]`."""
+    return seen.long().argsort(dim=2, descending=True, stable=True).expand(batch, heads, -1)
 
 
 def content_code(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
@@ -221,16 +223,17 @@ def prefers_content(x_variance: Tensor, y_variance: Tensor, scale: float) -> Ten
     return (spread * y_variance.sum(-1)).sqrt() * scale < SPREAD
 
 
-def moments(x: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and variance `[..., D]` of each coordinate over every `SAMPLE`-th token of `[..., L, D]`; `seen` `[..., L]`:
-    False for padding.
+def moments(x: Tensor, seen: Tensor | None, part: Any = None) -> tuple[Tensor, Tensor]:
+    """Mean and variance `[B, H, D]` of each coordinate over every `SAMPLE`-th token of `[B, H, L, D]` that is not
+    padding; `seen` and `part` as in `orders`.
     """
-    x = x[..., ::SAMPLE, :]
     if seen is None:
-        mean, square = x.mean(-2), x.square().mean(-2)
+        x = x[:, :, ::SAMPLE]
+        mean, square = x.mean(2), x.square().mean(2)
     else:
-        seen = seen[..., ::SAMPLE]
-        count = seen.sum(-1, keepdim=True).clamp(min=1)
-        x = x.masked_fill(~seen.unsqueeze(-1), 0)
-        mean, square = x.sum(-2) / count, x.square().sum(-2) / count
+        sampled = seen & (seen.long().cumsum(2) % SAMPLE == 1)
+        x = x.masked_fill(~(sampled if part is None else part.own(sampled, 2)).unsqueeze(-1), 0)
+        sums = torch.stack([x.sum(2), x.square().sum(2)])
+        sums = sums if part is None else part.gather(sums).sum(0)
+        mean, square = sums / sampled.sum(2, keepdim=True).clamp(min=1)
     return mean, (square - mean.square()).clamp(min=0)

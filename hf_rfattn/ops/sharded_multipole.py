@@ -14,18 +14,7 @@ from .autograd import recompute
 from .linear import compute_dtype
 from .multipole import Blocks, attend_to_blocks, choose, into_blocks, into_query_tiles, out_of_query_tiles, slabs
 from .multipole_causal import masked_attention, summarise_blocks
-from .multipole_choice import (
-    BITS,
-    SAMPLE,
-    CausalSizes,
-    Order,
-    Sizes,
-    choose_for_each,
-    content_code,
-    inverse,
-    prefers_content,
-    radius_of,
-)
+from .multipole_choice import CausalSizes, Order, Sizes, by_position, choose_for_each, inverse, orders, radius_of
 from .sharded import Exchange, Part
 from .tiles import block_size
 
@@ -36,9 +25,9 @@ def part_of_multipole_attention(
     """`multipole_attention` of the queries of a part to all keys."""
     heads, dtype = k.shape[1], compute_dtype(q)
     x, y, u = (z.to(dtype) for z in (q, k, v))
-    y_order, x_order = _orders(x, y, sizes, order, scale, part)
-    keys, queries = Deal(y_order, sizes.block, part), Deal(x_order, sizes.tile, part)
-    count = _count(part, q)
+    seen = _seen(part, q)
+    y_order, x_order = orders(x, y, seen, seen, sizes, order, scale, part)
+    keys, queries, count = Deal(y_order, sizes.block, part), Deal(x_order, sizes.tile, part), seen.sum(2)
     x, both = queries.there(x), keys.there(torch.cat([y, u], -1))
     tiles = into_query_tiles(x, sizes.tile, heads)
     counted = into_query_tiles((queries.places() < count)[:, None, :, None].expand(*x.shape[:3], 1), sizes.tile, heads)
@@ -55,9 +44,9 @@ def part_of_multipole_attention(
     need = torch.zeros_like(number, dtype=torch.bool).scatter(1, chosen.flatten(1), True)
     store, held, slot = fetch_blocks(stored, need, part)
     place = held.unsqueeze(2) * sizes.block + torch.arange(sizes.block, device=q.device)
-    seen = place < count.repeat_interleave(heads, 0).unsqueeze(2)
-    near_y, near_u = store.masked_fill(~seen.unsqueeze(3), 0).split([y.shape[3], u.shape[3]], -1)
-    blocks = near_y, near_u, seen, number, mean_y, mean_u, slot
+    exists = place < count.repeat_interleave(heads, 0).unsqueeze(2)
+    near_y, near_u = store.masked_fill(~exists.unsqueeze(3), 0).split([y.shape[3], u.shape[3]], -1)
+    blocks = near_y, near_u, exists, number, mean_y, mean_u, slot
     rows = []
     for n, columns in slabs(tiles, number.shape[1], sizes):
         some = Blocks(*(z[n] for z in blocks))
@@ -76,15 +65,15 @@ def part_of_causal_multipole_attention(
     fetched than for bidirectional attention; the computation is still divided evenly.
     """
     heads, dtype = k.shape[1], compute_dtype(q)
-    seen, number = _seen(part, q)
-    order = _position_code(seen, number).argsort(dim=1, stable=True)[:, None].expand(-1, heads, -1)
-    deal, count = Deal(order, sizes.block, part), _count(part, q)
+    seen = _seen(part, q)
+    deal, count = Deal(by_position(seen, len(q), heads), sizes.block, part), seen.sum(2)
     both = deal.there(torch.cat([k, v], -1).to(dtype))  # [B, K, room, D + Dv]
     exists = (deal.places() < count)[:, None, :, None]
     keys, values = both.split([k.shape[3], v.shape[3]], -1)
     summaries = summarise_blocks(keys, values, exists, sizes.block)
     summaries = part.whole(torch.cat(summaries, -1), 2).split([k.shape[3], v.shape[3], 1], -1)  # [B, K, N, ...]
-    x, rank = q.to(dtype).unflatten(1, (heads, -1)), part.own(number, 1)  # [B, K, G, L, D], [B, L]
+    x = q.to(dtype).unflatten(1, (heads, -1))  # [B, K, G, L, D]
+    rank = part.own(seen.long().cumsum(2) - 1, 2)[:, 0]  # [B, L]
 
     def some_queries(width: int) -> list[tuple[Tensor, Tensor]]:
         size = block_size(q, width)
@@ -168,48 +157,8 @@ def fetch_blocks(blocks: Tensor, need: Tensor, part: Part) -> tuple[Tensor, Tens
     return store.unflatten(0, (N, room)), held.view(N, room), slot
 
 
-def _seen(part: Part, like: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B, N · length]`: which tokens are not padding, and the index of each among those, -1 before the first."""
-    total = part.size * part.length
-    seen = part.key_mask
-    if seen is None:
-        seen = torch.ones(like.shape[0], total, dtype=torch.bool, device=like.device)
-    return seen, seen.long().cumsum(1) - 1
-
-
-def _count(part: Part, like: Tensor) -> Tensor:
-    """Number of tokens of each sequence without padding, `[B, 1]`."""
-    return _seen(part, like)[0].sum(1, keepdim=True)
-
-
-def _position_code(seen: Tensor, number: Tensor) -> Tensor:
-    """Negative numbers in the order of positions; padding comes last."""
-    return (number - seen.shape[1]).masked_fill(~seen, 2**BITS)
-
-
-@torch.no_grad()
-def _orders(x: Tensor, y: Tensor, sizes: Sizes, order: Order, scale: float, part: Part) -> tuple[Tensor, Tensor]:
-    """`multipole_choice.orders` of the whole sequence: positions of keys `[B, Hkv, N · length]` and queries."""
-    seen, number = _seen(part, x)
-    code = _position_code(seen, number)[:, None]
-    (B, H), heads = x.shape[:2], y.shape[1]
-    if order == "position":
-        found = code.argsort(dim=2, stable=True)
-        return found.expand(-1, heads, -1), found.expand(-1, H, -1)
-    sampled = seen & (number % SAMPLE == 0)
-    share = part.own(sampled, 1)[:, None, :, None]
-    both = torch.cat([x, y], 1).masked_fill(~share, 0)
-    sums = part.gather(torch.stack([both.sum(2), both.square().sum(2)])).sum(0)
-    mean, square = sums / sampled.sum(1).clamp(min=1)[:, None, None]
-    variance = (square - mean.square()).clamp(min=0)
-    content = torch.ones(B, heads, dtype=torch.bool, device=x.device)
-    if order == "auto":
-        content = prefers_content(variance[:, :H], variance[:, H:], scale)
-
-    def by_content(z: Tensor, which: slice, first: int) -> Tensor:
-        use = content.repeat_interleave(z.shape[1] // heads, 1).unsqueeze(2) & (part.own(number, 1) >= first)[:, None]
-        mine = torch.where(use, content_code(z, mean[:, which], variance[:, which]), part.own(code, 2))
-        mine = mine.masked_fill(~part.own(seen, 1)[:, None], 2**BITS)
-        return part.whole(mine.to(torch.int32), 2).argsort(dim=2, stable=True)
-
-    return by_content(y, slice(H, None), sizes.first * sizes.block), by_content(x, slice(H), 0)
+def _seen(part: Part, like: Tensor) -> Tensor:
+    """`[B, 1, N · length]`, False for padding."""
+    if part.key_mask is not None:
+        return part.key_mask[:, None]
+    return torch.ones(len(like), 1, part.size * part.length, dtype=torch.bool, device=like.device)

@@ -1,4 +1,4 @@
-"""Errors that users can do something about, as one line on the terminal instead of a traceback."""
+"""User errors and Ctrl-C, printed as one line instead of a traceback."""
 
 import os
 import sys
@@ -8,22 +8,22 @@ from pathlib import Path
 
 from ..install import install_command
 
-WRONG, INTERRUPTED = 2, 130  # exit codes; the second is that of shells after Ctrl-C
-TRACEBACK = "HF_RFATTN_TRACEBACK"  # an environment variable: errors are then shown in full
+WRONG, INTERRUPTED = 2, 130  # exit codes; shells use 130 after Ctrl-C
+TRACEBACK = "HF_RFATTN_TRACEBACK"  # environment variable; if set, errors are shown with their traceback
 USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError)
-# Packages that not everybody needs, and the extra that each comes with.
+# Optional packages, and the extra that installs each.
 EXTRAS = {"matplotlib": "plots", "rich": "bench", "accelerate": "recipes", "datasets": "recipes"}
 
 
 def say(text: str, name: str | None = None) -> None:
-    """Print a line to stderr, once per machine, after the name of the command, by default that of the script."""
+    """Print a line to stderr after the name of the command (default: of the script), in one process per machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{name or Path(sys.argv[0]).name}: {' '.join(text.split())}", file=sys.stderr)
 
 
 @contextmanager
 def script(hint: str = "", name: str | None = None) -> Iterator[None]:
-    """User errors become one line and exit code 2; Ctrl-C one line, with its own message or the hint, and 130."""
+    """Print user errors as one line and exit with 2; print Ctrl-C with its message, or `hint`, and exit with 130."""
     try:
         yield
     except USER_ERRORS as error:
