@@ -1,13 +1,13 @@
-"""Compare kinds of attention × tasks × seeds from one YAML file: scores, speed and memory.
+"""Compare attention mechanisms on tasks, with several seeds, from one YAML file: scores, speed and memory.
 
     python recipes/compare.py recipes/compare/accuracy.yaml --set data=DIR --output compare_out
 
-Runs that have a result are not repeated, so the same command continues after an interruption. `comparison/plan.py`
-explains the file. Every run is a process of its own. The report is made from OUTPUT/results alone.
+Finished runs are not repeated, so the same command resumes after an interruption. `comparison/plan.py` documents the
+file. Each run is a separate process. The report is generated from OUTPUT/results only.
 
 OUTPUT/runs/NAME/           output folder of the recipe
 OUTPUT/logs/NAME.txt        its console output
-OUTPUT/results/NAME.json    its result, with its place in the report; exists only if the run is finished
+OUTPUT/results/NAME.json    its result, with its position in the report; exists only if the run is finished
 """
 
 from training.messages import script  # isort: skip
@@ -61,7 +61,7 @@ def main(
     if not report_only:
         plan = read_plan(config, output.resolve(), dict(each.partition("=")[::2] for each in assignments or []))
         left = unfinished(plan, output.resolve(), redo)
-        typer.echo(f"{plan.title}: {len(plan.runs)} runs, {len(left)} to make, in {output}")
+        typer.echo(f"{plan.title}: {len(plan.runs)} runs, {len(left)} left, in {output}")
         failed = run_all(plan, left, output.resolve(), console)
         write_cards(output)
     title, tables = read_comparison(output / RESULTS)
@@ -70,13 +70,15 @@ def main(
     for path in written:
         typer.echo(f"Written: {path}")
     if failed:
-        typer.echo(f"{len(failed)} run(s) failed and are missing above: {', '.join(failed)}. Run it again to retry.")
+        typer.echo(
+            f"{len(failed)} run(s) failed and are missing above: {', '.join(failed)}. Run the same command to retry."
+        )
         sys.exit(1)
 
 
 def run_all(plan: Plan, left: list[Run], output: Path, console: Console) -> list[str]:
-    """Every run that is left; returns the names of those that failed. Ctrl-C ends the current run only."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the run at hand, too
+    """Execute runs and return the names of those that failed. Ctrl-C stops the current run, which can be resumed."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the current run
     failed: list[str] = []
     for i, run in enumerate(left):
         started = time.monotonic()
@@ -101,7 +103,7 @@ def result_file(output: Path, run: Run) -> Path:
 
 
 def unfinished(plan: Plan, output: Path, redo: bool) -> list[Run]:
-    """Return the runs without a result, and the runs that these need first.
+    """Return the runs without a result, and the runs that they depend on.
 
     Raises ValueError for a result with other options, unless `redo`.
     """
@@ -172,7 +174,7 @@ def collect(plan: Plan, run: Run, output: Path) -> dict[str, Any]:
 
 
 def write_cards(output: Path) -> None:
-    """The card of each patched model shows it beside softmax and the controls, not alone."""
+    """Add the results of softmax and of all other comparable runs to the card of each patched model."""
     results = read_results(output / RESULTS)
     for own in results:
         folder = folder_of(output, Path(own.file).stem) / MODEL

@@ -1,10 +1,10 @@
-"""A pretrained embedding model on long documents: the quality and the speed of other kinds of attention.
+"""Compare retrieval quality and speed of attention mechanisms in a pretrained embedding model, on long documents.
 
-    make demo                             installs what it needs and runs this file
-    python recipes/demo.py --output DIR   writes a report, the models and their cards there
+    make demo                             install the requirements and run this script
+    python recipes/demo.py --output DIR   write a report, the models and their cards to DIR
 
-The model, all-MiniLM-L6-v2, comes as a Python package (requirements-demo.txt) and the documents come with this
-repository, so nothing is downloaded from the Hub. This is `compare.py` with compare/demo.yaml.
+The model, all-MiniLM-L6-v2, is installed as a Python package (requirements-demo.txt) and the documents are part of this
+repository, so nothing is downloaded from the Hub. This script runs `compare.py` with compare/demo.yaml.
 """
 
 from training.messages import script  # isort: skip

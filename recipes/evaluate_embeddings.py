@@ -35,11 +35,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import hf_rfattn
 from hf_rfattn.results.schema import Metric
 
-CUT = 10  # places of a ranking that count
-USUAL_LENGTH = 512  # of models that name no limit
+CUT = 10  # k of nDCG@k, MRR@k and Recall@k
+USUAL_LENGTH = 512  # for models without a limit
 PAIR = ["sentence1", "sentence2"]
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-QUERIES_AT_ONCE = 256  # whose scores with all documents are held in memory
+QUERIES_AT_ONCE = 256  # number of queries that are scored against all documents at a time
 
 
 @dataclass(kw_only=True)
@@ -81,7 +81,7 @@ def evaluate(session: Session) -> None:
     started, accelerator = time.perf_counter(), session.accelerator
     check_share(options.batch_size, accelerator.num_processes, 1)
     encoder = load_encoder(options, accelerator.device)
-    own = encoder.max_seq_length  # huge in tokenizers without a limit
+    own = encoder.max_seq_length  # very large if the tokenizer has no limit
     length = choose_length(encoder, options, own if own and own < 10**6 else USUAL_LENGTH)
     encoder.max_seq_length = length
     model = model_inside(encoder)
@@ -121,7 +121,7 @@ def evaluate(session: Session) -> None:
 def load(
     options: EmbeddingOptions, encoder: Any, length: int
 ) -> "tuple[Source, str, Retrieval | Dataset, Mapping[str, Dataset]]":
-    """Where the data is, its split, the data, and the same as tables for its fingerprint."""
+    """Load the data. Returns its source, split, the data, and the data as datasets for the fingerprint."""
     if options.task == "stsb":
         source = find_source(options.data, "nyu-mll/glue", "stsb", options.data_name)
         split = options.split or "validation"
@@ -142,9 +142,10 @@ def load(
 
 
 def teach(session: Session, encoder: Any, data: "Retrieval | Dataset", length: int) -> dict[str, Any]:
-    """Attention transfer on the texts; errors are measured on the first of them.
+    """Run attention transfer on the texts; errors are measured on the first ones.
 
-    Beside documents, every third step sees sentences of them, four times as many: queries are as short.
+    For retrieval, every third step uses single sentences of the documents, which are as short as queries, with four
+    times the batch size.
     """
     options, tokenizer = session.options, encoder.tokenizer
     collate, size = Collator(tokenizer), options.batch_size
@@ -168,13 +169,13 @@ def teach(session: Session, encoder: Any, data: "Retrieval | Dataset", length: i
 
 
 def prefixes(options: Any, encoder: Any) -> list[str | None]:
-    """Of queries and documents: as the options say, or else the model's own files."""
+    """Prefixes of queries and of documents: from the options, by default from the config of the model."""
     given = {"query": options.query_prefix, "document": options.document_prefix}
     return [encoder.prompts.get(name) or None if prefix is None else prefix for name, prefix in given.items()]
 
 
 def load_encoder(options: EmbeddingOptions, device: torch.device) -> Any:
-    """A SentenceTransformer in float32: as its files say, or else as the options do (by default mean pooling)."""
+    """Load a SentenceTransformer in float32. Models without a sentence-transformers config use --pooling."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
     from sentence_transformers.util import is_sentence_transformer_model
@@ -201,7 +202,7 @@ def load_encoder(options: EmbeddingOptions, device: torch.device) -> Any:
 
 
 def model_inside(encoder: Any) -> PreTrainedModel:
-    """The transformers model of a SentenceTransformer."""
+    """Return the transformers model inside a SentenceTransformer."""
     models = [module for module in encoder.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise ValueError(
@@ -213,16 +214,13 @@ def model_inside(encoder: Any) -> PreTrainedModel:
 def embed(
     encoder: Any, texts: Sequence[str], session: Session, *, batch_size: int, prefix: str | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Embeddings of all texts on every process, each of which embeds its share; and the speed of all together.
-
-    The time includes tokenization.
-    """
+    """Embed texts, divided among the processes. Returns all embeddings and the total speed, including tokenization."""
     accelerator, (rank, processes) = session.accelerator, session.share()
     numbers = list(range(rank, len(texts), processes))
     share = [texts[i] for i in numbers]
     settings = {"prompt": prefix, "batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": False}
     if share:
-        encoder.encode(share[:batch_size], **settings)  # the first call is slower
+        encoder.encode(share[:batch_size], **settings)  # warm-up
     accelerator.wait_for_everyone()
     start = time.perf_counter()
     own = encoder.encode(share, **settings).cpu() if share else None
@@ -236,7 +234,7 @@ def embed(
     for part in filled:
         rows[part["numbers"]] = part["rows"].float()
     seconds, tokens = max(part["seconds"] for part in parts), sum(part["tokens"] for part in parts)
-    tokens = tokens * processes // accelerator.num_processes  # of those that share sequences, each has counted them
+    tokens = tokens * processes // accelerator.num_processes  # processes that split a sequence all count its tokens
     return rows, {
         "samples_per_second": len(texts) / seconds,
         "tokens_per_second": tokens / seconds,
@@ -247,7 +245,7 @@ def embed(
 
 
 def retrieve(session: Session, encoder: Any, data: "Retrieval") -> tuple[dict[str, Metric], dict[str, Any]]:
-    """Rank all documents for each query."""
+    """Rank all documents for each query. Returns metrics and the speed of embedding the documents."""
     for_query, for_document = prefixes(session.options, encoder)
     run = partial(embed, encoder, session=session, batch_size=session.options.eval_batch_size)
     documents, speed = run(list(data.documents.values()), prefix=for_document)
@@ -264,7 +262,7 @@ def retrieve(session: Session, encoder: Any, data: "Retrieval") -> tuple[dict[st
 
 
 def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[str, Metric], dict[str, Any]]:
-    """Correlate cosines with the scores that people gave."""
+    """Correlate cosine similarities with the labels. Returns metrics and the speed of embedding."""
     texts = [*pairs[PAIR[0]][:], *pairs[PAIR[1]][:]]
     embeddings, speed = embed(encoder, texts, session, batch_size=session.options.eval_batch_size)
     cosines = F.cosine_similarity(*embeddings.chunk(2))
@@ -274,14 +272,14 @@ def compare_pairs(session: Session, encoder: Any, pairs: Dataset) -> tuple[dict[
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Texts by id. `relevant`: for each query, the documents that answer it with their gains, all above 0."""
+    """Texts by id. `relevant`: for each query, its relevant documents with their gains, which are positive."""
 
     documents: Mapping[str, str]
     queries: Mapping[str, str]
     relevant: Mapping[str, Mapping[str, float]]
 
     def subset(self, documents: int | None, queries: int | None) -> "Retrieval":
-        """At most so many documents, and at most so many of the queries that are about them; the same every time."""
+        """Return random subsets of the documents and of the queries about them, the same ones for every seed."""
         kept = _some(list(self.documents), documents)
         inside = set(kept)
         relevant = {
@@ -300,7 +298,7 @@ class Retrieval:
         )
 
     def as_datasets(self) -> dict[str, Dataset]:
-        """For the fingerprint."""
+        """Convert to datasets, for the fingerprint."""
         pairs = [(query, name, gain) for query, gains in self.relevant.items() for name, gain in gains.items()]
         return {
             "documents": Dataset.from_dict({"id": list(self.documents), "text": list(self.documents.values())}),
@@ -310,7 +308,7 @@ class Retrieval:
 
 
 def _some(names: list[str], most: int | None) -> list[str]:
-    """At most so many, drawn once and for all, in their old order."""
+    """Return a random subset of at most `most` names in their original order, the same one for every seed."""
     if most is None or most >= len(names):
         return names
     chosen = set(random.Random(SUBSET_SEED).sample(range(len(names)), most))
@@ -318,7 +316,7 @@ def _some(names: list[str], most: int | None) -> list[str]:
 
 
 def read_beir(folder: Path, split: str) -> Retrieval:
-    """corpus.jsonl (_id, text, title), queries.jsonl (_id, text) and qrels/SPLIT.tsv (query, document, gain)."""
+    """Read corpus.jsonl (_id, text, title), queries.jsonl (_id, text) and qrels/SPLIT.tsv (query, document, gain)."""
     documents, queries = (
         {
             str(row["_id"]): f"{row.get('title') or ''} {row['text']}".strip()
@@ -340,9 +338,9 @@ def read_beir(folder: Path, split: str) -> Retrieval:
 
 
 def from_squad(rows: Dataset, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Retrieval:
-    """Documents of at most `tokens` tokens, consecutive paragraphs of one article, and the questions about them.
+    """Join consecutive paragraphs of an article to documents of at most `tokens` tokens; the queries are the questions.
 
-    A paragraph that is longer is a document by itself.
+    A longer paragraph is a document by itself.
     """
     room = tokens - tokenizer.num_special_tokens_to_add()
     documents: dict[str, str] = {}
@@ -368,7 +366,7 @@ def from_squad(rows: Dataset, tokenizer: PreTrainedTokenizerBase, tokens: int) -
 def ranking_metrics(
     rankings: Mapping[str, Sequence[str]], relevant: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-    """Means over queries, as trec_eval defines them, of rankings that begin with the best document.
+    """Compute metrics as trec_eval defines them, averaged over queries. Rankings start with the best document.
 
     >>> ranking_metrics({"q": ["b", "a"]}, {"q": {"a": 1.0}})
     {'ndcg_at_10': 0.6309297535714575, 'mrr_at_10': 0.5, 'recall_at_1': 0.0, 'recall_at_10': 1.0}

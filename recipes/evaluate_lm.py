@@ -1,4 +1,4 @@
-"""Measure a pretrained decoder by context length with several kinds of attention: perplexity, speed and cache size.
+"""Measure perplexity, speed and cache size of a pretrained decoder by context length, with several mechanisms.
 
 python recipes/evaluate_lm.py --model ./my-llama --attention "softmax,fmm bandwidth=256" --lengths 512 1024
 """
@@ -32,7 +32,7 @@ from hf_rfattn.results.documents import rounded, write_result
 from hf_rfattn.results.report import DASH, Table, in_bytes, number, print_blocks, times
 from hf_rfattn.results.schema import SOFTMAX, STAGES
 
-MEASURED_ON = 2  # blocks on which errors of attention transfer are measured
+MEASURED_ON = 2  # number of blocks on which the errors of attention transfer are measured
 
 
 @dataclass(kw_only=True)
@@ -72,10 +72,10 @@ class EvaluateOptions(CommonOptions):
         if self.max_length not in (None, self.lengths[-1]):
             raise ValueError("--max-length is set by the largest of --lengths; leave it out.")
         self.max_length = self.lengths[-1]
-        self.kinds()  # raises if one is unknown
+        self.kinds()  # raises ValueError for unknown mechanisms
 
     def kinds(self) -> dict[str | None, MechanismConfig | None]:
-        """Each kind of attention as it was given, and its config; None: as the model is."""
+        """Config of each entry of --attention; None for softmax. The key None stands for the unchanged model."""
         if self.attention is None:
             return {None: None}
         words = {kind: kind.split() or [""] for kind in self.attention.split(",")}
@@ -108,7 +108,7 @@ def evaluate(session: Session) -> None:
             f"The text has {len(tokens)} tokens, less than the longest of --lengths ({options.lengths[-1]})."
         )
     train, few = None, {}
-    if options.transfer_steps:  # the last blocks are kept for the errors that are reported
+    if options.transfer_steps:  # the last blocks are held out to measure errors
         learnt, collate = tokens_of(texts[options.transfer_split], tokenizer), Collator(tokenizer)
         blocks = split_blocks(learnt, options.transfer_length or options.lengths[0]).select_columns(["input_ids"])
         count = len(blocks) - MEASURED_ON
@@ -152,7 +152,7 @@ def evaluate(session: Session) -> None:
 
 
 def set_kind(model: PreTrainedModel, kind: str | None, config: MechanismConfig | None, options: Any) -> None:
-    """Patch or unpatch; without a kind the model stays as it is."""
+    """Patch or unpatch the model; with `kind` None, leave it unchanged."""
     if kind is not None:
         hf_rfattn.unpatch_model(model)
     if config is not None:
@@ -162,7 +162,7 @@ def set_kind(model: PreTrainedModel, kind: str | None, config: MechanismConfig |
 def measure_lengths(
     session: Session, model: PreTrainedModel, tokens: np.ndarray, speed: dict[int, Any], name: str, stage: str
 ) -> list[dict[str, Any]]:
-    """A cell for each context length, with the speed of this kind of attention, which no training changes."""
+    """Return a cell per context length. `speed`: by length; attention transfer does not change it."""
     cells = []
     for length, measured in speed.items():
         metrics = score(model, tokens, length) if len(tokens) else {}
@@ -174,7 +174,7 @@ def measure_lengths(
 
 @torch.no_grad()
 def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, Any]:
-    """Every token but the first is predicted once, from at most `length` - 1 tokens before it."""
+    """Compute the perplexity. Each token but the first is predicted once, from at most `length` - 1 previous ones."""
     losses, counts = [], []
     for row in split_windows(tokens, length):
         ids = torch.tensor([row["input_ids"]], device=model.device)
@@ -188,9 +188,9 @@ def score(model: PreTrainedModel, tokens: np.ndarray, length: int) -> dict[str, 
 def measure_speed(
     model: PreTrainedModel, tokens: np.ndarray, options: EvaluateOptions
 ) -> dict[tuple[str | None, int], dict[str, Any]]:
-    """Prefill of a context and greedy decoding after it, to as many tokens as the context has; medians.
+    """Measure prefill and greedy decoding, up to `length` tokens in total; medians over repetitions.
 
-    Kinds of attention take turns, so that other work on the machine slows all of them alike.
+    Mechanisms are measured alternately, so that other load on the machine affects all of them.
     """
     wait = synchroniser(model.device)
 
@@ -228,9 +228,9 @@ def measure_speed(
 
 
 def table(cells: list[dict[str, Any]], title: str) -> Table:
-    """A row for each attention and length, perplexity by stage.
+    """One row per length and attention, with perplexity by stage, speed and cache size.
 
-    In brackets: perplexity × that of softmax before training and × that of softmax at this stage; speed × softmax.
+    In brackets: ratios to softmax, for perplexity both before training and at the same stage.
     """
     scores = {
         (cell["length"], cell["attention"], cell["stage"]): cell["metrics"]["perplexity"]["value"]
@@ -246,18 +246,19 @@ def table(cells: list[dict[str, Any]], title: str) -> Table:
         for stage in stages:
             value = scores.get((length, attention, stage))
             softmax = [scores.get((length, SOFTMAX, name)) for name in dict.fromkeys((STAGES[0], stage))]
-            row.append(beside(value, [value / base for base in softmax if value and base]))
+            row.append(with_ratios(value, [value / base for base in softmax if value and base]))
         own, base = (speeds.get((length, name), {}) for name in (attention, SOFTMAX))
         for name, power in (("prefill_tokens_per_second", 1), ("ms_per_token", -1)):
-            row.append(beside(own.get(name), [(own[name] / base[name]) ** power] if own and base else []))
+            row.append(with_ratios(own.get(name), [(own[name] / base[name]) ** power] if own and base else []))
         rows.append([*row, in_bytes(own["cache_bytes"]) if own else DASH])
     headings = ["context", "attention", *stages, "prefill tokens/s", "ms/token"]
     return Table(title, [*headings, "cache"], rows)
 
 
-def beside(value: float | None, ratios: list[float]) -> str:
-    """
-    >>> beside(22.05, [1.2, 1.1]), beside(300.0, []), beside(None, [])
+def with_ratios(value: float | None, ratios: list[float]) -> str:
+    """Format a value with its ratios to softmax.
+
+    >>> with_ratios(22.05, [1.2, 1.1]), with_ratios(300.0, []), with_ratios(None, [])
     ('22.05 (1.20 × / 1.10 ×)', '300', '–')
     """
     if value is None:

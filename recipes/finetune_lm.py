@@ -1,4 +1,4 @@
-"""Train a language model on WikiText, from a pretrained one or from scratch; measured by perplexity.
+"""Train a language model on WikiText, pretrained or from scratch, and measure its perplexity.
 
 accelerate launch recipes/finetune_lm.py --model openai-community/gpt2 --attention favor+
 accelerate launch recipes/finetune_lm.py --model openai-community/gpt2 --from-scratch --attention fmm --epochs 10

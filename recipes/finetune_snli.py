@@ -1,4 +1,4 @@
-"""Fine-tune a model on SNLI: does one sentence follow from another?
+"""Fine-tune a model on SNLI (natural language inference).
 
 python recipes/finetune_snli.py --model google-bert/bert-base-uncased --attention favor+
 """

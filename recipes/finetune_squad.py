@@ -1,4 +1,4 @@
-"""Fine-tune a model to answer questions: SQuAD 1.1, or SQuAD 2, where some questions have no answer.
+"""Fine-tune a model on SQuAD 1.1 or on SQuAD 2, which has questions without an answer.
 
 accelerate launch recipes/finetune_squad.py --model google-bert/bert-base-uncased --attention fmm
 accelerate launch recipes/finetune_squad.py --version 2 --model google-bert/bert-base-uncased --attention fmm
@@ -29,7 +29,7 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerBase
 from hf_rfattn.results.schema import Metric
 
 USUAL_LENGTH = 384
-LONGEST_ANSWER = 30  # tokens
+LONGEST_ANSWER = 30  # maximum number of tokens of an answer
 COLUMNS = ["id", "context", "question", "answers"]
 INPUTS = ["input_ids", "attention_mask", "token_type_ids", "start_positions", "end_positions", "length"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -48,7 +48,9 @@ class SquadTask(Task):
     def __init__(self, options: SquadOptions):
         super().__init__(options)
         self.name = "squad_v2" if options.version == "2" else "squad"
-        self.windows: dict[str, Dataset] = {}  # of each evaluation split, with the places of their tokens
+        self.windows: dict[
+            str, Dataset
+        ] = {}  # by evaluation split: positions of the tokens of each window in its context
         self.examples: dict[str, Dataset] = {}
 
     def prepare(self) -> Prepared:
@@ -82,7 +84,7 @@ class SquadTask(Task):
         )
 
     def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Scores of all tokens, in rows of one length."""
+        """Start and end logits of all tokens, padded to the maximum length."""
         logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1).float()
         return {"logits": torch.nn.functional.pad(logits, (0, self.length - logits.shape[-1]), value=-torch.inf)}
 
@@ -95,7 +97,7 @@ class SquadTask(Task):
             text, score, null = find_answer(row["context"], of_example[i])
             answers.append("" if self.options.version == "2" and null > score else text)
             truths.append(row["answers"]["text"])
-        chance = 100 * sum(not texts for texts in truths) / len(truths)  # of no answer to any question
+        chance = 100 * sum(not texts for texts in truths) / len(truths)  # score of answering no question
         return {name: Metric(value, len(truths), 100, chance=chance) for name, value in squad(answers, truths).items()}
 
 
@@ -106,16 +108,16 @@ def encode_windows(
     max_length: int,
     stride: int,
 ) -> dict[str, list[Any]]:
-    """Each example becomes one or more windows: the question, and as much of the context as fits; neighbours share
-    `stride` tokens.
+    """Convert each example to one or more windows of the question and a part of the context.
 
-    Columns: the tokens; `starts` and `ends`, the characters of the context that each token covers (-1: it is not of the
-    context); `null_position`, the token that stands for "no answer here" ([CLS], or in a decoder the last token, the
-    only one that has seen all); `start_positions` and `end_positions`, the answer as tokens, or the null token twice;
-    `example`, whose window it is.
+    Windows overlap by `stride` tokens. Returns the columns of the tokenizer, and
+    - `starts`, `ends`: range of characters in the context for each token; -1 for tokens outside the context,
+    - `null_position`: token that represents "no answer": [CLS], or the last token in decoders, which sees all others,
+    - `start_positions`, `end_positions`: first and last token of the answer, or twice the null position,
+    - `example`: index of the example.
     """
     questions = [question.strip() for question in batch["question"]]
-    if tokenizer.sep_token is None:  # GPT-2 joins the two without a seam
+    if tokenizer.sep_token is None:  # as in GPT-2, which would not separate question and context
         questions = [f"{question}\n" for question in questions]
     encoded = tokenizer(
         questions, batch["context"], truncation="only_second", max_length=max_length, stride=stride,
@@ -144,10 +146,10 @@ def encode_windows(
 
 
 def find_answer(context: str, windows: Sequence[Mapping[str, Any]]) -> tuple[str, float, float]:
-    """The best answer of an example from all its windows, its score, and that of "no answer".
+    """Return the best answer over all windows of an example, its score, and the score of "no answer".
 
-    A window holds `start` and `end` (scores by token), `starts`, `ends` and `null_position`. The score of an answer is
-    the sum of those of its first and last token; that of "no answer" the smallest of all windows.
+    A window has logits `start` and `end`, and `starts`, `ends` and `null_position`. The score of an answer is the sum
+    of the logits of its first and last token. The score of "no answer" is the minimum over windows.
     """
     answer, best, null = "", -np.inf, np.inf
     for window in windows:
@@ -164,7 +166,7 @@ def find_answer(context: str, windows: Sequence[Mapping[str, Any]]) -> tuple[str
 
 
 def normal_words(text: str) -> list[str]:
-    """Words that count, as in SQuAD's official script: in lower case, without punctuation and articles.
+    """Split into lower-case words without punctuation and articles, as the official script of SQuAD does.
 
     >>> normal_words("The  Eiffel-Tower, a tower.")
     ['eiffeltower', 'tower']
@@ -177,7 +179,7 @@ def exact_match(prediction: str, truth: str) -> float:
 
 
 def word_f1(prediction: str, truth: str) -> float:
-    """Overlap of words; an empty answer matches an empty one alone.
+    """F1 score of the words of two answers; an empty answer matches only an empty one.
 
     >>> word_f1("the red car", "red bus"), word_f1("", "")
     (0.5, 1.0)
@@ -189,7 +191,7 @@ def word_f1(prediction: str, truth: str) -> float:
 
 
 def squad(answers: Sequence[str], truths: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Exact match and F1 out of 100, against the truth that fits best; where there is none, "" is right."""
+    """Exact match and F1 in percent, with the best reference of each question; without references, "" is correct."""
     pairs = list(zip(answers, truths, strict=True))
     return {
         name: 100 * fmean(max(measure(answer, truth) for truth in texts or [""]) for answer, texts in pairs)

@@ -1,4 +1,4 @@
-"""Fine-tune a model on your own texts: classification or regression, of one text or of pairs.
+"""Fine-tune a model on your own data: classification or regression of texts or pairs of texts.
 
 python recipes/finetune_text.py --model ./my-bert --data reviews.csv --text-column review --label-column stars
 python recipes/finetune_text.py --model BAAI/bge-small-en-v1.5 --data stanfordnlp/imdb --eval-split test --attention fmm
@@ -21,7 +21,7 @@ from training.run import main
 
 from hf_rfattn.results.schema import Metric
 
-HELD_OUT = 0.1  # of a single file
+HELD_OUT = 0.1  # fraction of a single file that is held out for evaluation
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class OwnTextTask(ClassificationTask):
         parts = {}
         for name in ("train",) if options.eval_share is not None else ("train", split):
             rows = source.load(name, [*texts, options.label_column])
-            for column in (*texts, options.label_column):  # an empty cell of a CSV file holds None
+            for column in (*texts, options.label_column):  # empty cells of CSV files are None
                 check_cells(rows, column, lambda cell: cell is not None and str(cell).strip() != "", "filled in")
             parts[name] = rows.rename_columns({options.label_column: "label"})
         kind = label_type(parts["train"], options)
@@ -79,7 +79,7 @@ class OwnTextTask(ClassificationTask):
             if labels and rows.features["label"] != kind:
                 rows = rows.cast_column("label", Value("string"))
             parts[name] = rows.cast_column("label", kind)
-            if labels:  # rows without a label have -1 in data sets of the Hub
+            if labels:  # datasets on the Hub mark missing labels with -1
                 check_cells(parts[name], "label", range(len(labels)).__contains__, "a label")
         if options.eval_share is not None:
             halves = parts["train"].train_test_split(test_size=options.eval_share, seed=SUBSET_SEED)
@@ -97,7 +97,7 @@ class OwnTextTask(ClassificationTask):
 
 
 def label_type(train: Dataset, options: TextOptions) -> ClassLabel | Value:
-    """Classes in the order of their numbers, or scores for regression."""
+    """Return the type of the labels: classes with their names, or floating-point numbers for regression."""
     kind, labels = train.features["label"], train["label"][:]
     if options.problem == "regression" or (options.problem is None and isinstance(labels[0], float)):
         return Value("float64")
@@ -106,8 +106,8 @@ def label_type(train: Dataset, options: TextOptions) -> ClassLabel | Value:
     names = list(map(str, sorted(set(labels))))
     if len(names) < 2 or len(names) == len(labels) > 2:
         raise ValueError(
-            f"{len(labels)} examples have {len(names)} different labels. Is {options.label_column!r} the column of the "
-            "labels? For scores, give --problem regression."
+            f"{len(labels)} examples have {len(names)} different labels, so {options.label_column!r} does not look "
+            "like a column of classes. Choose another --label-column, or give --problem regression for scores."
         )
     return ClassLabel(names=names)
 

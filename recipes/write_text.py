@@ -1,4 +1,4 @@
-"""Let a language model write the text that it is then compared on: what its softmax says, other attention must imitate.
+"""Sample a text corpus from a language model, for comparisons of attention mechanisms in this model.
 
 python recipes/write_text.py --model DIR_OR_NAME --output stories
 """

@@ -287,10 +287,10 @@ def test_the_global_generator_is_left_alone(gpt2):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--contexts", "many"), "--contexts 'many' must be whole numbers such as 1024,4096"),
+        (("--contexts", "many"), "--contexts 'many' must be positive integers separated by commas, such as 1024,4096"),
         (("--contexts", "1"), "at least 2 tokens"),
         (("--contexts", "160"), "This gpt2 model has 160 positions, too few for 164 tokens"),
-        (("--paths", "slow"), "--paths 'slow' is not possible; choose from torch, compiled, fused."),
+        (("--paths", "slow"), "--paths: unknown value 'slow'; choose from torch, compiled, fused."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--dtype", "float8"), "Unknown dtype 'float8'; choose one of float32, bfloat16, float16."),
         (("--device", "abacus"), "The device 'abacus' is not available."),

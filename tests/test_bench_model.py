@@ -175,7 +175,7 @@ def test_shapes_are_those_of_bert_base_and_gpt2(monkeypatch):
     [
         (("--lengths", "161"), "This gpt2 model has 160 positions, too few for 161 tokens; choose shorter inputs."),
         (("--attention", "favr"), "Unknown attention 'favr'"),
-        (("--passes", "dreaming"), "--passes 'dreaming' is not possible; choose from forward, training."),
+        (("--passes", "dreaming"), "--passes: unknown value 'dreaming'; choose from forward, training."),
         (("--model", "/there/is/none"), "There is no folder '/there/is/none'."),
     ],
 )

@@ -163,10 +163,10 @@ def test_title_and_legend_are_no_wider_than_the_figure(processor, panels):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--lengths", "0"), "--lengths '0' must be whole numbers"),
+        (("--lengths", "0"), "--lengths '0' must be positive integers"),
         (("--attention", "favr"), "Unknown attention 'favr'"),
         (("--dtype", "float8"), "Unknown dtype 'float8'; choose one of float32, bfloat16, float16."),
-        (("--directions", "sideways"), "--directions 'sideways' is not possible; choose from bidirectional, causal."),
+        (("--directions", "sideways"), "--directions: unknown value 'sideways'; choose from bidirectional, causal."),
         (("--device", "abacus"), "The device 'abacus' is not available."),
     ],
 )

@@ -108,16 +108,16 @@ def test_a_run_that_comes_before(planned, bert):
         ({"attention": [{"label": "softmax"}, {"label": "favour"}]}, "Unknown attention 'favour'"),
         ({"attention": [{"label": "softmax"}, {"label": "rff", "options": {"features": 3}}]}, "no option 'features'"),
         ({"attention": [{"label": "softmax"}, {"label": "rff", "training": {"learning_rate": 1}}]},
-         "the row 'rff' sets learning_rate, which must be the same for all rows"),
-        ({"attention": [{"label": "softmax"}, {"label": "softmax"}]}, "sst2_softmax_seed_0 would be run twice"),
+         "the row 'rff' sets learning_rate, which must be the same in all rows"),
+        ({"attention": [{"label": "softmax"}, {"label": "softmax"}]}, "sst2_softmax_seed_0 would run twice"),
         ({"tasks": [{"label": "a", "recipe": "glu"}]}, "unknown recipe 'glu'; known: glue, snli, squad"),
         ({"tasks": [{"label": "a", "recipe": "glue", "rows": ["rff"]}]}, "rows of a: unknown field 'rff'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"rff": {}}}]}, "rows of a: unknown field 'rff'"),
         ({"tasks": [{"label": "a", "recipe": "glue", "options": {"favor+": {"bands": 3}}}]}, "has no option 'bands'"),
         ({"tasks": [{"recipe": "glue"}]}, "the field 'label' is missing"),
         ({"training": {"batchsize": 3}}, "Unknown option '--batchsize=3' (did you mean '--batch-size'?)"),
-        ({"training": {"seed": 3}}, "seed cannot be set as training options"),
-        ({"training": {"attention-options": ["num_features=4"]}}, "attention_options cannot be set as training"),
+        ({"training": {"seed": 3}}, "the comparison sets seed itself"),
+        ({"training": {"attention-options": ["num_features=4"]}}, "the comparison sets attention_options itself"),
         ({"training": {**QUICK, "model": "${modle}"}}, "unknown variable 'modle'; known: model, recipes"),
         ({"training": {**QUICK, "epochs": "few"}}, "argument --epochs"),
     ],
@@ -230,7 +230,7 @@ def stand_in(tmp_path, monkeypatch, bert):
 
 def test_finished_runs_are_not_made_again(stand_in, capsys):
     assert stand_in() == 0
-    assert "2 runs, 2 to make" in capsys.readouterr().out
+    assert "2 runs, 2 left" in capsys.readouterr().out
     result = json.loads((stand_in.output / "results/sst2_favor+_seed_0.json").read_text())
     assert result["comparison"]["row"] == "favor+"
     assert result["options"]["output"] == "sst2_favor+_seed_0"  # and not where it lies
@@ -238,11 +238,11 @@ def test_finished_runs_are_not_made_again(stand_in, capsys):
     assert "| softmax | 75.0 |" in card  # and not the result of its own run alone
 
     assert stand_in() == 0
-    assert "2 runs, 0 to make" in capsys.readouterr().out
+    assert "2 runs, 0 left" in capsys.readouterr().out
     assert stand_in.calls("sst2_favor+_seed_0") == ["--overwrite"]
 
     assert stand_in(changes={"seeds": [0, 1]}) == 0
-    assert "4 runs, 2 to make" in capsys.readouterr().out
+    assert "4 runs, 2 left" in capsys.readouterr().out
 
     other = {"training": {**SMALL["training"], "learning_rate": 0.5}}
     assert stand_in(changes=other) == 2
@@ -259,7 +259,7 @@ def test_a_run_that_fails_does_not_stop_the_others(stand_in, capsys):
     assert "[2/2] sst2_favor+_seed_0: accuracy 0.5" in said
     assert "1 run(s) failed" in said and (stand_in.output / "report.html").exists()
     assert stand_in() == 0
-    assert "2 runs, 1 to make" in capsys.readouterr().out
+    assert "2 runs, 1 left" in capsys.readouterr().out
 
 
 def test_what_needs_a_failed_run_is_not_tried(stand_in, tmp_path, capsys):

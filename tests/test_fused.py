@@ -10,6 +10,7 @@ import warnings
 from contextlib import nullcontext
 from importlib.metadata import distribution
 
+import gpu_prediction
 import pytest
 import torch
 import torch._dynamo.testing
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import DynamicCache, StaticCache
 
 import hf_rfattn
-from hf_rfattn.bench import decode, gpu_prediction, model, ops
+from hf_rfattn.bench import decode, model, ops
 from hf_rfattn.bench.settings import DecodeSettings, ModelSettings, OpsSettings
 from hf_rfattn.cli import app
 from hf_rfattn.cli.doctor import calls

@@ -215,7 +215,7 @@ E = torch.randn(X, N)
         (lambda: LinearChainMRF(E.int(), length=3), "embeddings must be floating-point"),
         (lambda: LinearChainMRF(E[0], length=3), r"\[states, n\] or \[T, states, n\]"),
         (lambda: LinearChainMRF(E, length=0), "a positive integer"),
-        (lambda: LinearChainMRF(E[None], length=2), "that of the embeddings"),
+        (lambda: LinearChainMRF(E[None], length=2), "T if embeddings"),
         (lambda: LinearChainMRF(E, length=3, unary=E), r"unary must be \[X\] or \[T, X\] with T, X = \(3, 4\)"),
         (lambda: LinearChainMRF(E, length=3).log_partition(torch.eye(3)), "must be a feature map such as"),
         (lambda: LinearChainMRF(E, length=3).log_partition(PositiveFeatures(5, 4, N, (0,))), "5 draws"),

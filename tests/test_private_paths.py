@@ -55,7 +55,7 @@ def test_a_fine_tuned_model(inside, monkeypatch):
 
     (model / "results" / "snli.json").unlink()
     done = CliRunner().invoke(app, ["card", str(model), "--results", f"{SECRET}/raw"])  # as the run has written it
-    assert done.exit_code == 2 and "holds no result file" in done.output
+    assert done.exit_code == 2 and "contains no result files" in done.output
     (inside / SECRET / "raw").mkdir()
     shutil.copy(inside / SECRET / "out" / "result.json", inside / SECRET / "raw")
     done = CliRunner().invoke(app, ["card", str(model), "--results", f"{SECRET}/raw"])

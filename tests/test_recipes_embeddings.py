@@ -166,10 +166,10 @@ def test_stsb_by_several_processes(bert, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention": "softmax", "transfer_steps": 3}, "--transfer-steps belongs to a mechanism"),
+        ({"attention": "softmax", "transfer_steps": 3}, "--transfer-steps needs a mechanism"),
         ({"task": "stsb", "max_documents": 3}, "need --task retrieval"),
         ({"max_queries": 0}, "--max-queries must be above 0"),
-        ({"layers": "0"}, "belongs to a mechanism"),
+        ({"layers": "0"}, "needs a mechanism"),
     ],
 )
 def test_options_that_make_no_sense(fields, message):

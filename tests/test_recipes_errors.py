@@ -48,7 +48,7 @@ def refused(capsys, recipe, output, **fields):
         ({"tokenizer": "./nowhere"}, "--tokenizer: './nowhere' cannot be loaded"),
         ({"data": "./nowhere"}, "is not a folder or file, nor a name on the Hub"),
         ({"eval_split": "dev"}, "split 'dev', cannot be read: there is no file for this split, such as dev.parquet"),
-        ({"accumulate": 3}, "--batch-size 8 cannot be shared by 1 processes in 3 passes"),
+        ({"accumulate": 3}, "--batch-size 8 must be a multiple of 3: 1 process(es) × 3 gradient accumulation step(s)"),
         ({"mixed_precision": "fp16"}, "--mixed-precision fp16 needs a GPU"),
         ({"report_to": "wandb"}, "--report-to wandb: the package is not installed"),
     ],

@@ -150,7 +150,7 @@ def test_no_test_imports_another():
 
 
 @pytest.mark.parametrize(
-    ("make", "attention", "files", "functions"), [(tiny_bert, "favor+", 7, 25), (tiny_llama, "fmm", 10, 43)]
+    ("make", "attention", "files", "functions"), [(tiny_bert, "favor+", 7, 25), (tiny_llama, "fmm", 10, 44)]
 )
 def test_the_way_of_q_k_and_v_is_short(make, attention, files, functions):
     model = hf_rfattn.patch_model(make(num_hidden_layers=1), attention).eval()

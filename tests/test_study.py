@@ -128,7 +128,7 @@ def test_mistakes(bert, tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("  \n")
     arguments = ("--model", bert, "--text-file", tmp_path / "empty.txt")
     assert "contains no text" in failure("study", "heads", *arguments)
-    assert "is not a folder" in failure("study", "gram", "--output", tmp_path / "empty.txt")
+    assert "is a file" in run("study", "gram", "--output", tmp_path / "empty.txt", code=2)
     assert "no setting 'model'" in failure("study", "gram", "--model", bert)
     assert not (tmp_path / "none").exists()
     with pytest.raises(ValueError, match=r"no setting 'drawz' \(did you mean 'draws'\?\)"):

@@ -1,1 +1,1 @@
-"""The parts of `compare.py`: the plan, the runs and the report."""
+"""Parts of `compare.py`: the plan of the runs, and the report."""

@@ -1,20 +1,20 @@
 """Reads the YAML file of a comparison and checks all its runs before the first one starts.
 
 title: ...              title of the report
-variables: {data: null} for `${data}` below; null must be given with --set data=...; always defined:
-                        `${recipes}`, and `${output}`, the folder of the comparison
+variables: {data: null} values of `${data}` below; null values must be given with --set data=...; `${recipes}` and
+                        `${output}`, the folder of the comparison, are always defined
 training: {...}         recipe options of all runs
 attention:              rows of the tables, including softmax
-  - label: favor+       mechanism: if it differs from the label; options: of the mechanism; training: recipe options
+  - label: favor+       mechanism: by default the label; options: of the mechanism; training: recipe options
 tasks:                  parts of the report
-  - label: sst2         recipe: glue, snli, squad, text, lm, embeddings; training: its options; rows: some labels
-    before: {...}       recipe and training of a run that comes first; its folder is `${before}` in this task
-    options: {...}      further options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
+  - label: sst2         recipe: glue, snli, squad, text, lm or embeddings; training: recipe options; rows: labels to use
+    before: {...}       recipe and training of a run that is executed first; `${before}` is its folder
+    options: {...}      options of mechanisms in this task, by label: {fmm: {bandwidth: 32}}
 seeds: [0, 1]           this and the next three can also be set in a task
-lengths: [512, 2048]    values of --max-length, each with its own table
-processes: [1, 2]       numbers of processes per run, each with its own table; or one number
-threads: 1              threads per process on a CPU; default: OMP_NUM_THREADS if set, else the cores are divided
-keep_models: false      save results only
+lengths: [512, 2048]    values of --max-length, with a table each
+processes: [1, 2]       numbers of processes per run, with a table each; or one number
+threads: 1              threads per process on a CPU; default: OMP_NUM_THREADS, or the cores divided by the processes
+keep_models: false      delete the models, keep the results
 """
 
 import re
@@ -59,7 +59,7 @@ OF_A_TASK = {*BUDGET, "epochs", "max_steps", "max_length", "max_train_samples", 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a recipe. `place`: the place of its result in the report; None if it is not part of it."""
+    """A run of a recipe. `place`: position of its result in the report; None if it is not shown."""
 
     name: str
     recipe: str
@@ -97,15 +97,14 @@ def read_plan(path: Path, output: Path, given: Mapping[str, str]) -> Plan:
         variables = {name: given.get(name, default) for name, default in named.items()}
         if missing := [name for name, value in variables.items() if value in (None, "")]:
             raise ValueError(f"needs {' and '.join(f'--set {name}=...' for name in missing)}.")
-        file = expand(
-            file, {**variables, "recipes": str(FOLDER), "output": str(output), BEFORE: f"${{{BEFORE}}}"}
-        )  # which has a value later
+        variables |= {"recipes": str(FOLDER), "output": str(output), BEFORE: f"${{{BEFORE}}}"}  # `${before}`: later
+        file = expand(file, variables)
         runs = [run for i, task in enumerate(file["tasks"]) for run in _runs_of(i, task, file, output)]
         names = [run.name for run in runs]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"{', '.join(sorted(twice))} would be run twice; use different labels.")
+            raise ValueError(f"{', '.join(sorted(twice))} would run twice; use different labels.")
         for run in runs:
-            _ = run.options  # parses and checks them
+            _ = run.options  # raises ValueError for invalid options
     except KeyError as error:
         raise ValueError(f"{path.name}: the field {error} is missing.") from error
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -123,7 +122,7 @@ def check_names(given: Any, known: Sequence[str], where: str) -> None:
 
 
 def expand(value: Any, variables: Mapping[str, Any]) -> Any:
-    """Replace every `${name}`.
+    """Replace `${name}` by the values of variables in all strings.
 
     >>> expand({"data": "${data}/snli", "steps": 3}, {"data": "here"})
     {'data': 'here/snli', 'steps': 3}
@@ -143,7 +142,7 @@ def folder_of(output: Path, name: str) -> Path:
 
 
 def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> Iterator[Run]:
-    """Runs of a task: its preparation, then all rows of one seed before the next, so that tables fill evenly."""
+    """Runs of a task: `before`, then all rows of a seed before those of the next."""
     check_names(task, TASK, f"tasks[{number}]")
     part, recipe, needs, folder = task["label"], task["recipe"], None, {}
     defaults = {"seeds": [0], "lengths": [None], "processes": [1], "threads": None}
@@ -166,7 +165,9 @@ def _runs_of(number: int, task: Any, file: Mapping[str, Any], output: Path) -> I
     for processes, seed, length, row in product(own["processes"], own["seeds"], own["lengths"], rows):
         if row["label"] in task.get("rows", labels):
             if theirs := OURS.intersection(name.replace("-", "_") for name in [*fields, *row["training"]]):
-                raise ValueError(f"{part}: {', '.join(sorted(theirs))} cannot be set as training options.")
+                raise ValueError(
+                    f"{part}: the comparison sets {', '.join(sorted(theirs))} itself; remove it from `training`."
+                )
             among = f", {processes} process{'es' if processes > 1 else ''}" if len(own["processes"]) > 1 else ""
             tokens = f"_{length}_tokens" if len(own["lengths"]) > 1 else ""
             name = f"{_slug(part + among)}_{_slug(row['label'])}{tokens}_seed_{seed}"
@@ -185,8 +186,8 @@ def _row(row: Any, of_the_task: Mapping[str, Any]) -> dict[str, Any]:
     mechanism, options = row.get("mechanism", label), {**row.get("options", {}), **of_the_task.get(label, {})}
     if own := {name.replace("-", "_") for name in training} & OF_A_TASK:
         raise ValueError(
-            f"the row {label!r} sets {', '.join(sorted(own))}, which must be the same for all rows to be comparable. "
-            "Set it in the task."
+            f"the row {label!r} sets {', '.join(sorted(own))}, which must be the same in all rows. Set it in the task "
+            "instead."
         )
     if mechanism != SOFTMAX:
         build_mechanism({"mechanism": mechanism, **options}, num_heads=1, head_dim=8)
@@ -200,7 +201,8 @@ def _words(name: str, recipe: str, fields: Mapping[str, Any], output: Path) -> t
 
 
 def _slug(label: str) -> str:
-    """
+    """Convert a label to a file name.
+
     >>> _slug("favor+, with transfer")
     'favor+-with-transfer'
     """

@@ -43,9 +43,18 @@ def read_comparison(folder: Path) -> tuple[str, list[ScoreTable]]:
 
 
 def options_of(tables: Sequence[ScoreTable]) -> str:
-    """A sentence with the attention options of each row label."""
-    rows = {(row.label, row.attention): None for table in tables for row in table.rows if row.label != row.attention}
-    return "Options: " + ("; ".join(f"{label} is `{name}`" for label, name in rows) or "defaults") + "."
+    """A sentence with the options of the mechanism of each row, by task if they differ."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for table in tables:
+        for row in table.rows:
+            if row.label != row.attention:
+                found.setdefault(row.label, {}).setdefault(row.attention, []).append(table.title)
+    sentences = [
+        f"{label} is "
+        + " and ".join(f"`{name}`" + f" ({', '.join(of)})" * (len(names) > 1) for name, of in names.items())
+        for label, names in found.items()
+    ]
+    return "Options: " + ("; ".join(sentences) or "defaults") + "."
 
 
 def write_report(title: str, tables: Sequence[ScoreTable], folder: Path) -> list[Path]:

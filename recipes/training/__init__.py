@@ -1,1 +1,1 @@
-"""What all recipes share: options, data, the training loop, states that survive a kill, metrics and result files."""
+"""Shared by all recipes: options, data, the training loop, checkpoints, metrics and result files."""

@@ -1,4 +1,4 @@
-"""Text classification and regression: what GLUE, SNLI and own texts share."""
+"""Text classification and regression, shared by the recipes for GLUE, SNLI and your own texts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .task import Prepared, Task
 
 
 def _correlation(statistic: Callable[..., Any]) -> Callable[..., float]:
-    """0 where one of the two is constant."""
+    """Return a correlation that is 0 if either input is constant."""
 
     def correlation(references: Any, predictions: Any) -> float:
         constant = np.ptp(references) == 0 or np.ptp(predictions) == 0
@@ -42,7 +42,8 @@ ACCURACY, CORRELATIONS = ("accuracy",), ("pearson", "spearmanr")
 
 
 def measure(names: Sequence[str], predictions: Any, references: Any) -> dict[str, float]:
-    """
+    """Compute the metrics with these names.
+
     >>> measure(("accuracy", "f1"), [0, 1, 1], [0, 1, 0])
     {'accuracy': 0.6666666666666666, 'f1': 0.6666666666666666}
     """
@@ -51,8 +52,8 @@ def measure(names: Sequence[str], predictions: Any, references: Any) -> dict[str
 
 @dataclass(frozen=True)
 class TextTask:
-    """A task: the columns of its texts, its labels (none: a score), its metrics (the last one is what tables show) and
-    its evaluation splits.
+    """A classification task, or a regression task if it has no labels. `texts`: columns of the one or two texts.
+    `metrics`: the last one is the main metric. `evaluation`: splits to evaluate on.
     """
 
     texts: tuple[str, ...]
@@ -75,14 +76,14 @@ class ClassificationOptions(RunOptions):
 
 
 class ClassificationTask(Task):
-    """Derive from it, and say in `__init__` what the task is."""
+    """Base class. Derived classes set the attributes below, on the class or in `__init__`."""
 
     task_type = "text-classification"
     text_task: TextTask
     hub_name: str
     hub_config: str | None
     usual_length = 128
-    drop_unlabelled = False  # SNLI marks pairs without a gold label by -1
+    drop_unlabelled = False  # drop examples with the label -1, which marks pairs without a gold label in SNLI
 
     @property
     def main_metric(self) -> str:  # type: ignore[override]
@@ -118,7 +119,7 @@ class ClassificationTask(Task):
         return Prepared(model, tokenizer, source, examples, rows.pop("train"), rows, Collator(tokenizer), length)
 
     def load(self, source: Source) -> dict[str, Dataset]:
-        """The splits, "train" first, checked; labels are numbers in the column "label"."""
+        """Load and check the splits, "train" first. The column "label" contains class numbers or scores."""
         task, given, count = self.text_task, self.options.eval_split, len(self.text_task.labels)
         splits = {}
         for split in ("train", *((given,) if given else task.evaluation)):
@@ -137,7 +138,9 @@ class ClassificationTask(Task):
         return {"predictions": predictions, "references": batch["labels"]}
 
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        """Chance is the best constant answer. Metrics of a second split carry its name: accuracy_mismatched."""
+        """Chance is the score of the best constant prediction. Names of metrics of a second evaluation split end with
+        the name of the split, such as accuracy_mismatched.
+        """
         task, truth = self.text_task, predictions["references"]
         answers = [torch.full_like(truth, label) for label in range(max(1, len(task.labels)))]
         constants = [measure(task.metrics, answer.numpy(), truth.numpy()) for answer in answers]

@@ -1,4 +1,4 @@
-"""Where examples come from, the Hub or a local folder or file, and checks that they fit the task."""
+"""Loading of datasets from the Hub, a local folder or a file, and checks of their columns."""
 
 import hashlib
 import json
@@ -11,12 +11,12 @@ import datasets
 from datasets import Dataset
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-SUBSET_SEED = 0  # a subset is the same for every seed of a run: seeds differ in training, not in data
+SUBSET_SEED = 0  # subsets are the same for every --seed, which changes training only
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: its name in result files, its name on the Hub, and the folder, or the single file, that it is in."""
+    """A dataset: its name in result files, its name on the Hub, and its local folder or file, if it is local."""
 
     name: str
     hub_name: str
@@ -24,7 +24,7 @@ class Source:
     folder: Path | None = None
 
     def load(self, split: str, columns: Sequence[str]) -> Dataset:
-        """What a task reads of one split. Files are named by it: train.parquet, or train-00000-of-00002.csv."""
+        """Load columns of a split. Local files start with its name: train.parquet, or train-00000-of-00002.csv."""
         try:
             if self.folder is None:
                 found = datasets.load_dataset(self.hub_name, self.config, split=split)
@@ -35,7 +35,7 @@ class Source:
                 if not paths:
                     raise ValueError(f"there is no file for this split, such as {split}.parquet.")
                 found = datasets.load_dataset(FORMATS[Path(paths[0]).suffix], data_files={split: paths}, split=split)
-        except Exception as error:  # readers raise errors of many kinds; all mean the same to the user
+        except Exception as error:  # the readers of datasets raise errors of many types
             reason = " ".join(str(error.__cause__ or error).split())[:300]
             raise ValueError(f"--data: {self.name}, split {split!r}, cannot be read: {reason}") from error
         missing = [column for column in columns if column not in found.column_names]
@@ -45,12 +45,12 @@ class Source:
         return found.select_columns(list(columns))
 
     def document(self, split: str, examples: Mapping[str, Dataset]) -> dict[str, Any]:
-        """For result files."""
+        """Describe the dataset for result files."""
         return {"name": self.name, "config": self.config, "split": split, "fingerprint": fingerprint(examples)}
 
 
 def find_source(data: str | None, hub_name: str, config: str | None, name: str | None) -> Source:
-    """What `--data` means. A folder or file is one if it exists or looks like a path."""
+    """Return the dataset that `--data` names: an existing folder or file, or a dataset on the Hub."""
     if data is None:
         return Source(name or hub_name, hub_name, config)
     folder = Path(data).expanduser()
@@ -63,15 +63,15 @@ def find_source(data: str | None, hub_name: str, config: str | None, name: str |
 
 
 def take(examples: Dataset, most: int | None) -> Dataset:
-    """At most so many examples, drawn once and for all."""
+    """Return a random subset of at most `most` examples, the same one for every seed."""
     if most is None or most >= len(examples):
         return examples
     return examples.shuffle(seed=SUBSET_SEED).select(range(most)).flatten_indices()
 
 
-def check_cells(examples: Dataset, column: str, fine: Callable[[Any], bool], what: str) -> None:
-    """Every cell of a column must be fine."""
-    wrong = [i for i, cell in enumerate(examples[column][:]) if not fine(cell)]
+def check_cells(examples: Dataset, column: str, valid: Callable[[Any], bool], what: str) -> None:
+    """Raise ValueError unless all cells of a column are valid. `what`: describes a valid cell in the message."""
+    wrong = [i for i, cell in enumerate(examples[column][:]) if not valid(cell)]
     if wrong:
         raise ValueError(
             f"Split {examples.split}: example {wrong[0]} has {examples[wrong[0]][column]!r} in the column {column!r}, "
@@ -80,13 +80,13 @@ def check_cells(examples: Dataset, column: str, fine: Callable[[Any], bool], wha
 
 
 def check_texts(examples: Dataset, columns: Sequence[str]) -> None:
-    """Every cell of these columns must hold a text; an empty cell of a CSV file holds none."""
+    """Raise ValueError unless all cells of these columns are strings; empty cells of CSV files are None."""
     for column in columns:
         check_cells(examples, column, lambda cell: isinstance(cell, str), "a text")
 
 
 def fingerprint(splits: Mapping[str, Dataset]) -> str:
-    """SHA-256 of the examples themselves, so that equal data has equal fingerprints wherever it lies.
+    """SHA-256 digest of the examples, which does not depend on where they are stored.
 
     >>> first = fingerprint({"train": Dataset.from_dict({"a": [1, 2]})})
     >>> first == fingerprint({"train": Dataset.from_dict({"a": [2, 1]})})

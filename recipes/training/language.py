@@ -1,4 +1,4 @@
-"""Language modelling: text as one stream of tokens, in blocks and windows, and perplexity."""
+"""Language modelling: tokens of a text in blocks for training and in windows for evaluation, and perplexity."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from hf_rfattn.results.schema import Metric
 
 from .data import Source, check_texts
 
-PART = 512  # tokens whose logits are looked at in float32 at once: they are large
+PART = 512  # number of tokens whose logits are converted to float32 at a time, to save memory
 
 
 def load_text(source: Source, split: str, most: int | None = None, column: str = "text") -> Dataset:
-    """The first lines of a split, not any: a text has an order."""
+    """Load at most `most` lines from the beginning of a split, into the column "text"."""
     lines = source.load(split, [column])
     check_texts(lines, [column])
     return lines.select(range(min(most or len(lines), len(lines)))).rename_columns({column: "text"})
 
 
 def tokens_of(text: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The tokens of all lines, one after the other."""
+    """Tokenize all lines and concatenate their tokens."""
     encoded = text.map(
         lambda lines: {"input_ids": tokenizer(lines["text"], add_special_tokens=False)["input_ids"]},
         batched=True,
@@ -36,7 +36,7 @@ def tokens_of(text: Dataset, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def split_blocks(tokens: np.ndarray, length: int) -> Dataset:
-    """For training: blocks of one length. The rest at the end, shorter than a block, is left out."""
+    """Split tokens into training blocks of equal length. An incomplete block at the end is dropped."""
     count = len(tokens) // length
     if count == 0:
         raise ValueError(
@@ -48,7 +48,7 @@ def split_blocks(tokens: np.ndarray, length: int) -> Dataset:
 
 
 def split_windows(tokens: np.ndarray, length: int) -> Dataset:
-    """For evaluation: windows that share one token, so that every token but the very first is predicted once.
+    """Split tokens into evaluation windows that overlap by one token: all tokens but the first are predicted once.
 
     >>> split_windows(np.arange(6), length=3)["input_ids"][:]
     [[0, 1, 2], [2, 3, 4], [4, 5]]
@@ -61,7 +61,7 @@ def split_windows(tokens: np.ndarray, length: int) -> Dataset:
 
 
 def window_losses(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Of each window, the negative log-likelihood of the tokens that count, and their number."""
+    """Return the negative log-likelihood of each window, summed over its labels, and the number of labels."""
     labels = labels[:, 1:]
     parts = zip(logits[:, :-1].split(PART, dim=1), labels.split(PART, dim=1), strict=True)
     losses = [
@@ -71,8 +71,8 @@ def window_losses(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int], num_bytes: int | None = None) -> dict[str, Metric]:
-    """From the negative log-likelihood of each window and its number of tokens; bits a byte do not depend on the
-    tokenizer.
+    """Compute perplexity from the negative log-likelihood and the number of tokens of each window; with `num_bytes`,
+    also bits per byte, which do not depend on the tokenizer.
     """
     total, count = math.fsum(losses), sum(tokens)
     mean = total / count

@@ -1,4 +1,4 @@
-"""Scripts import this first: Ctrl-C is one line instead of a traceback, also while everything else is loading."""
+"""Scripts import this first, so that Ctrl-C prints one line instead of a traceback even during the other imports."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer for a task, giving the model its attention, and its optimizer."""
+"""Loads models and tokenizers, sets their attention, and creates batches and the optimizer."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .options import CommonOptions, RunOptions
 
 
 def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
-    """`from_pretrained`, with an error of one line that names the option."""
+    """Call `from_pretrained`. Errors are one line and name the command-line option."""
     if name is None:
         raise ValueError(f"{option} is missing. Give the folder of a model, or its name on the Hub.")
     try:
@@ -27,12 +27,12 @@ def read(option: str, kind: Any, name: Any, **arguments: Any) -> Any:
 
 
 def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConfig:
-    """The config of a model in a folder or on the Hub, with some fields changed."""
+    """Load the config of a model and change some of its fields."""
     return read(option, AutoConfig, name, **changes)
 
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
-    """A tokenizer with a padding token. GPT-2 and its kin have none; any other will do, since padding is masked."""
+    """Load the tokenizer. If it has no padding token, as in GPT-2, use another token, since padding is masked."""
     option = "--tokenizer" if options.tokenizer else "--model"
     tokenizer = read(option, AutoTokenizer, options.tokenizer or options.model)
     if tokenizer.pad_token is None:
@@ -43,13 +43,13 @@ def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
 def load_model(
     auto_class: Any, options: CommonOptions, tokenizer: PreTrainedTokenizerBase, **changes: Any
 ) -> PreTrainedModel:
-    """The model with a head for the task, in float32. `changes`: fields of its config."""
+    """Load the model with a head for the task, in float32. `changes`: fields of its config."""
     config = read_config("--model", options.model, **changes)
     if pooling := getattr(options, "pooling", None):
         config.classifier_pooling = pooling
-    # a head for another number of labels, as of a model trained on another task, is replaced by a new one
-    replaced = {"ignore_mismatched_sizes": True}
-    model = read("--model", auto_class, options.model, config=config, dtype=torch.float32, **replaced)
+    # ignore_mismatched_sizes replaces a head for another number of labels, from training on another task
+    how: dict[str, Any] = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": True}
+    model = read("--model", auto_class, options.model, **how)
     model.config.pad_token_id = tokenizer.pad_token_id  # decoders classify by the last token before padding
     return with_pooling(model)
 
@@ -65,7 +65,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def with_pooling(model: PreTrainedModel) -> PreTrainedModel:
-    """Let the head of an encoder read what `classifier_pooling` of the config says; ModernBERT does so by itself."""
+    """Replace the pooler of an encoder as `classifier_pooling` of its config says; ModernBERT supports it itself."""
     kind, pooler = getattr(model.config, "classifier_pooling", None), getattr(model.base_model, "pooler", None)
     if kind in ("cls", "mean") and pooler is not None:
         model.base_model.pooler = pooling = Pooling(kind)
@@ -76,18 +76,18 @@ def with_pooling(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Pooling(nn.Module):
-    """Takes the place of the pooler of a BERT-like encoder. `kind`: cls or mean."""
+    """Replacement for the pooler of a BERT-like encoder. `kind`: cls or mean."""
 
     def __init__(self, kind: str):
         super().__init__()
         self.kind, self.mask = kind, None
 
     def remember_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A hook before the encoder's forward, which does not hand the mask on to its pooler."""
+        """Forward pre-hook of the encoder: stores the attention mask, which the encoder does not pass to its pooler."""
         self.mask = kwargs.get("attention_mask")
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, L, D] → [B, D]; padding does not count."""
+        """[B, L, D] → [B, D], without padding."""
         if self.kind == "cls":
             return hidden[:, 0]
         weights = torch.ones_like(hidden[..., :1]) if self.mask is None else self.mask[..., None].to(hidden.dtype)
@@ -95,7 +95,7 @@ class Pooling(nn.Module):
 
 
 def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
-    """Patch or unpatch as --attention says; without it the model stays as it is."""
+    """Patch or unpatch the model according to --attention. Without this option, the model is not changed."""
     if options.attention == "softmax":
         hf_rfattn.unpatch_model(model)
     elif options.attention is not None:
@@ -104,7 +104,7 @@ def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
 
 
 def attention_of(model: PreTrainedModel) -> Any:
-    """A model's attention as result files name it: "softmax", a mechanism's document, or one by layers."""
+    """Return the attention of a model as in result files: "softmax", a mechanism, or mechanisms by layer."""
     spec = getattr(model.config, "rfattn", None)
     if spec is None:
         return "softmax"
@@ -115,13 +115,13 @@ def attention_of(model: PreTrainedModel) -> Any:
 
 
 def mechanism_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that belong to mechanisms."""
+    """Return the names of the parameters of all mechanisms."""
     prefixes = [name for name, module in model.named_modules() if isinstance(module, hf_rfattn.Mechanism)]
     return {name for name, _ in model.named_parameters() if any(name.startswith(f"{p}.") for p in prefixes)}
 
 
 def make_optimizer(model: nn.Module, options: RunOptions) -> AdamW:
-    """Matrices decay; biases, norms and mechanisms do not; mechanisms have a learning rate of their own."""
+    """Create AdamW with weight decay for matrices only, except those of mechanisms, and --mechanism-learning-rate."""
     mechanisms = mechanism_parameters(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     own = [p for name, p in named.items() if name in mechanisms]
@@ -134,12 +134,12 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> AdamW:
         )
     groups = [(matrices, rate, options.weight_decay), (vectors, rate, 0.0)]
     groups.append((own, options.mechanism_learning_rate or rate, 0.0))
-    # fused: one pass over the weights per step instead of many, which matters on a CPU with a large vocabulary
+    # fused: one pass over the weights per step instead of several, faster on a CPU if the vocabulary is large
     return AdamW([{"params": p, "lr": lr, "weight_decay": d, "peak": lr} for p, lr, d in groups if p], fused=True)
 
 
 def rate_factor(step: int, steps: int, warmup: float, scheduler: str) -> float:
-    """The share of the peak learning rate at a step (from 0): the schedule has no state but the step.
+    """Return the learning rate at a step, counted from 0, as a fraction of its peak.
 
     >>> [round(rate_factor(step, 10, 2, "linear"), 3) for step in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
@@ -154,9 +154,9 @@ def rate_factor(step: int, steps: int, warmup: float, scheduler: str) -> float:
 def choose_length(
     model: PreTrainedModel, options: CommonOptions, usual: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> int:
-    """The length to cut at: what was asked for, or what is usual for the task, as far as it fits.
+    """Return the maximum sequence length: --max-length, by default `usual` or the limit of the model, if that is lower.
 
-    With --extend-positions the model, and the limit of the tokenizer, grow to what was asked for.
+    With --extend-positions, the position table and the limit of the tokenizer are extended to --max-length.
     """
     limit, wanted = hf_rfattn.longest_input(model), options.max_length
     if wanted is None:
@@ -173,23 +173,23 @@ def choose_length(
 
 @dataclass(frozen=True)
 class Collator:
-    """Rows of token lists → tensors, as long as the longest row. `others`: what fills further columns.
+    """Converts rows to tensors, padded to the longest row. `others`: padding values of further columns.
 
-    Padded on the right, whatever the tokenizer's side: encoders classify by the first token, decoders by the last one
-    that is not padding, and both count positions from the first column.
+    Padding is always on the right, whatever the padding side of the tokenizer: encoders classify by the first token,
+    decoders by the last token before padding, and both count positions from the first column.
     """
 
     tokenizer: PreTrainedTokenizerBase
     others: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        padding = {"input_ids": self.tokenizer.pad_token_id or 0, "attention_mask": 0}  # any id: padding is masked
+        padding = {"input_ids": self.tokenizer.pad_token_id or 0, "attention_mask": 0}  # any token: padding is masked
         padding |= {"token_type_ids": self.tokenizer.pad_token_type_id, **self.others}
         batch = {}
         for name in rows[0]:
             cells = [torch.as_tensor(row[name]) for row in rows]
             if name in padding:
                 batch[name] = nn.utils.rnn.pad_sequence(cells, batch_first=True, padding_value=padding[name])
-            elif name != "length":  # examples are grouped by it; models do not read it
+            elif name != "length":  # only for --group-by-length, not an input of models
                 batch[name] = torch.stack(cells)
         return batch

@@ -1,4 +1,4 @@
-"""The options of the recipes, and how they are read from the command line."""
+"""Options of the recipes, and parsing of command lines."""
 
 import copy
 import dataclasses
@@ -20,13 +20,13 @@ SEQUENCE_PARALLEL = "Number of processes that split each sequence (sequence para
 
 
 def described(help: str, default: Any = None) -> Any:
-    """A field with the sentence that `--help` shows."""
+    """Define an option with its help text."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(kw_only=True)
 class CommonOptions:
-    """What every recipe knows, whether it trains or not."""
+    """Options of all recipes."""
 
     model: str | None = described("Folder of the model, or its name on the Hub.")
     model_name: str | None = described("Name of the model in result files. Default: the folder name.")
@@ -67,26 +67,26 @@ class CommonOptions:
                 raise ValueError(f"{flag(name)} must be {least} 0, not {value}.")
         if self.resume and self.overwrite:
             raise ValueError(
-                "--resume and --overwrite exclude each other: --overwrite deletes what --resume continues from."
+                "--resume and --overwrite cannot be combined: --overwrite deletes the checkpoint that --resume needs."
             )
         of_mechanisms = ["attention_options", "layers"] if self.attention in (None, "softmax") else []
         if self.attention == "softmax":  # without --attention, the model may be patched already
             of_mechanisms += ["redraw_every", "transfer_steps"]
         for name in of_mechanisms:
             if getattr(self, name, None):
-                raise ValueError(f"{flag(name)} belongs to a mechanism; choose one with --attention (not softmax).")
+                raise ValueError(f"{flag(name)} needs a mechanism; choose one with --attention, other than softmax.")
 
 
 @dataclass(kw_only=True)
 class RunOptions(CommonOptions):
-    """What every training recipe knows. Recipes derive from it and add their own fields."""
+    """Options of all training recipes, which add their own in derived classes."""
 
     # the model
     redraw_every: int | None = described("Redraw random features every N steps.")
     transfer_steps: int = described("Number of attention transfer steps on the training inputs, before training.", 0)
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
     exact_heads: float = described(
-        "Fraction of all heads, those that attention transfer approximates worst, that keep exact softmax.", 0.0
+        "Fraction of all heads, those that matter most to the output, that keep exact softmax.", 0.0
     )
     distill: str | None = described(
         "Distil from the logits of a softmax model: its folder or name, self for --model before training, or none. "
@@ -147,14 +147,13 @@ class RunOptions(CommonOptions):
 
 
 def flag(name: str) -> str:
-    """A field as the command line spells it."""
+    """Return the command-line option of a field: max_length → --max-length."""
     return "--" + name.replace("_", "-")
 
 
 class _Help(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Shows examples line by line, each option once (--max-length, not --max_length), and defaults that say something.
-
-    Flags are shown without the value that they may have.
+    """Help that keeps the line breaks of the description and omits alternative spellings of options (--max_length),
+    optional values of flags, and defaults such as None.
     """
 
     def _get_help_string(self, action: Action) -> str | None:
@@ -174,11 +173,11 @@ class _Parser(HfArgumentParser):
 
 
 def parse_options(options: type[Any], arguments: Sequence[str] | None = None, description: str = "") -> Any:
-    """Options from the command line."""
+    """Parse options, by default from the command line. Raises ValueError for unknown or invalid options."""
     usage = "%(prog)s --model MODEL [options]"
     parser = _Parser(options, description=description, usage=usage, formatter_class=_Help, allow_abbrev=False)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _, unknown = parser.parse_known_args(words)  # before the options are checked: a misspelt one would be missing
+    _, unknown = parser.parse_known_args(words)  # checked first, so that a misspelt option is reported as such
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0], [flag(f.name) for f in dataclasses.fields(options)])
         raise ValueError(f"Unknown option {unknown[0]!r}{hint}. --help describes all options.")
@@ -187,7 +186,8 @@ def parse_options(options: type[Any], arguments: Sequence[str] | None = None, de
 
 
 def fields_as_arguments(fields: Mapping[str, Any]) -> list[str]:
-    """
+    """Convert values of options to command-line arguments.
+
     >>> fields_as_arguments({"batch_size": 8, "attention_options": {"bandwidth": 4}, "layers": None})
     ['--batch-size=8', '--attention-options', 'bandwidth=4']
     """
@@ -203,7 +203,7 @@ def fields_as_arguments(fields: Mapping[str, Any]) -> list[str]:
 
 
 def assignments(options: Mapping[str, Any]) -> list[str]:
-    """Options of a mechanism as the command line takes them.
+    """Convert options of a mechanism to command-line arguments.
 
     >>> assignments({"normalizer": "joint", "far": ["elu"]})
     ['normalizer=joint', 'far=["elu"]']
@@ -212,7 +212,7 @@ def assignments(options: Mapping[str, Any]) -> list[str]:
 
 
 def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """A hint at the most similar name, if one is near.
+    """Return a hint with the most similar name, if there is one.
 
     >>> did_you_mean("--learning-rat", ["--layers", "--learning-rate"])
     " (did you mean '--learning-rate'?)"

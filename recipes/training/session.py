@@ -1,12 +1,12 @@
-"""What surrounds the work of every recipe: messages, accelerate, the output folder, and the result file with its card.
+"""A run of a recipe: accelerate, messages, the output folder, the result file and the model card.
 
-A recipe that does not train calls `run_recipe` itself, as `evaluate_lm.py` does; those that do call `main` of `run.py`.
+Training recipes call `main` in `run.py`; other recipes call `run_recipe`, as `evaluate_lm.py` does.
 
-OUTPUT/run.json       the options of the run
-OUTPUT/state/         states, while the run is not finished
-OUTPUT/transfer/      the state of attention transfer, likewise
-OUTPUT/model/         the model that was kept, with its tokenizer; patched ones with card and results
-OUTPUT/result.json    written last: it is there if and only if the run is finished
+OUTPUT/run.json       options of the run
+OUTPUT/state/         checkpoint of training, deleted when the run is finished
+OUTPUT/transfer/      checkpoint of attention transfer, deleted when the run is finished
+OUTPUT/model/         model and tokenizer; patched models with card and results
+OUTPUT/result.json    result; exists only if the run is finished
 """
 
 import dataclasses
@@ -48,17 +48,17 @@ from .options import CommonOptions, flag, parse_options
 
 RUN, MODEL, RESULT, STATES, TRANSFER = "run.json", "model", "result.json", "state", "transfer"
 PARTIAL = "partial-"
-FREE = {  # what may differ between a run and its continuation, since it does not change what is learnt
+FREE = {  # options that may change between a run and its continuation, since they do not change the result
     "resume", "overwrite", "accumulate", "eval_batch_size", "log_every", "save_every", "report_to", "output",
     "model_name", "model_license", "data_name", "gradient_checkpointing", "sequence_parallel",
 }  # fmt: skip
 PACKAGES = ("accelerate", "datasets", "scikit-learn", "tokenizers")
-SECONDS_BETWEEN_LINES = 20.0  # of progress, where it is no terminal that shows it
+SECONDS_BETWEEN_LINES = 20.0  # of progress, if the output is not a terminal
 
 
 @dataclass
 class Session:
-    """One run of a recipe, on every process. `document`: its result so far."""
+    """A run of a recipe; exists in every process. `document`: result document with the shared fields."""
 
     options: Any
     accelerator: Accelerator
@@ -70,24 +70,24 @@ class Session:
 
     @property
     def sequence_parallel(self) -> int:
-        """Number of processes that share each sequence."""
+        """Number of processes that split each sequence."""
         return getattr(self.options, "sequence_parallel", 1)
 
     @cached_property
     def sequence_group(self) -> Any:
-        """The processes that share sequences with this one, as a device mesh; None if it has its own."""
+        """Device mesh of the processes that split sequences with this one; None without sequence parallelism."""
         size, processes = self.sequence_parallel, self.accelerator.num_processes
         if size == 1:
             return None
         if processes % size:
             raise ValueError(
-                f"--sequence-parallel {size}: the number of processes, {processes}, must be a multiple of it."
+                f"--sequence-parallel {size}: the number of processes must be a multiple of {size}, not {processes}."
             )
         shape = (processes // size, size)
         return init_device_mesh(self.accelerator.device.type, shape, mesh_dim_names=("data", "sequence"))["sequence"]
 
     def share(self) -> tuple[int, int]:
-        """Which share of the data this process gets, and of how many; those that share sequences get the same."""
+        """Data-parallel rank of this process, the same for all that split a sequence, and number of such ranks."""
         size = self.sequence_parallel
         return self.accelerator.process_index // size, max(1, self.accelerator.num_processes // size)
 
@@ -96,7 +96,7 @@ class Session:
             tqdm.write(text, file=sys.stderr)
 
     def bar(self, what: str, total: int, done: int = 0) -> tqdm:
-        """Of progress: a bar on a terminal, else a line now and then."""
+        """Create a progress bar; if the output is not a terminal, it prints a line every few seconds."""
         seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
         return tqdm(
             desc=what, total=total, initial=done, disable=not self.accelerator.is_main_process, mininterval=seconds,
@@ -104,7 +104,7 @@ class Session:
         )  # fmt: skip
 
     def open_output(self) -> None:
-        """From here on the folder is this run's. Everything that can be checked before has been."""
+        """Create the output folder. Call it after all checks, before anything is written."""
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class Session:
         self.accelerator.wait_for_everyone()
 
     def finish(self, found: Mapping[str, Any], name: str) -> None:
-        """Write the result and the card of the saved model. For the main process."""
+        """Write the result file, and the card of the saved model. Call it on the main process only."""
         model = self.output / MODEL
         document = {**self.document, **found, "checkpoint": checkpoint_fingerprint(model)}
         parse_result(document)
@@ -132,15 +132,16 @@ class Session:
 
 
 def run_recipe(options: type[CommonOptions], kind: str, work: Callable[[Session], None], description: str) -> None:
-    """The `main` of a recipe: its command line, then its work in a session."""
+    """Run a recipe from its command line."""
     with script():
         in_session(parse_options(options, description=description), kind, work)
 
 
 def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path:
-    """Do the work of a recipe, unless its folder holds the result already; returns the path of that.
+    """Create a session, call `work` unless the result exists already, and return the path of the result.
 
-    `kind`: of the result document. The work calls `Session.open_output`, then on the main process `Session.finish`.
+    `kind`: kind of the result document. `work` must call `Session.open_output`, then `Session.finish` on the main
+    process.
     """
     output, accelerator = Path(options.output), make_accelerator(options)
     document = new_result(kind, seed=options.seed, device=accelerator.device.type, packages=PACKAGES)
@@ -162,12 +163,12 @@ def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path
 
 
 def make_accelerator(options: Any) -> Accelerator:
-    """As the launcher says; without a GPU, on the CPU."""
+    """Create an Accelerator configured by the launcher, on the CPU if there is no GPU."""
     on_cpu, tracker = not torch.accelerator.is_available(), getattr(options, "report_to", None)
     precision = getattr(options, "mixed_precision", None)
     if on_cpu and precision == "fp16":
         raise ValueError("--mixed-precision fp16 needs a GPU; on a CPU use bf16 or no.")
-    if tracker and importlib.util.find_spec(tracker) is None:  # which accelerate would leave out without a word
+    if tracker and importlib.util.find_spec(tracker) is None:  # accelerate would ignore it silently
         raise ValueError(f"--report-to {tracker}: the package is not installed. Run pip install {tracker}.")
     return Accelerator(
         cpu=on_cpu,
@@ -175,7 +176,7 @@ def make_accelerator(options: Any) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             getattr(options, "accumulate", 1), sync_with_dataloader=False
         ),
-        # random features are drawn alike on all processes: nothing to broadcast
+        # random features are the same on all processes, so buffers need no broadcast
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         log_with=tracker,
         project_dir=options.output,
@@ -183,9 +184,9 @@ def make_accelerator(options: Any) -> Accelerator:
 
 
 def quiet(accelerator: Accelerator) -> None:
-    """Leave warnings to the main process, and leave out the chatter of loading."""
-    warnings.filterwarnings("ignore", "Without training")  # of patch_model: recipes train, or show what it costs
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)  # has no other name yet
+    """Silence messages and progress bars of libraries, and warnings that do not concern recipes."""
+    warnings.filterwarnings("ignore", "Without training")  # by patch_model
+    warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # there is no replacement yet
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if not accelerator.is_main_process or not sys.stderr.isatty():
@@ -193,7 +194,7 @@ def quiet(accelerator: Accelerator) -> None:
 
 
 def command(accelerator: Accelerator) -> list[str]:
-    """The words that start such a run again; python and the script by their names."""
+    """Return the command line of this run, without the paths of Python and of the script."""
     launcher = ["python"]
     if accelerator.num_processes > 1:
         cpu = ["torchrun", "--nproc_per_node"]
@@ -203,9 +204,9 @@ def command(accelerator: Accelerator) -> list[str]:
 
 
 def check_output(options: CommonOptions) -> bool:
-    """Raise if the folder must not be used; return whether the run there is finished already.
+    """Return whether the run is already finished. Raises ValueError if the output folder must not be written to.
 
-    A run deletes only what runs have written: a folder with other files is refused, and so are inputs inside it.
+    Folders that contain other files than those of a run are refused, and so are inputs inside the output folder.
     """
     output = Path(options.output)
     for name in ("model", "tokenizer", "distill", "data"):
@@ -236,18 +237,18 @@ def check_output(options: CommonOptions) -> bool:
 
 
 def first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first option that makes two runs different ones."""
+    """Return the first option that differs between two runs, except those in FREE."""
     return next((name for name in now if name not in FREE and before.get(name) != now[name]), None)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak of this process: of tensors on a GPU, else its largest resident set (0 if not on Linux)."""
+    """Peak memory of this process in bytes: GPU allocations, or the resident set on a CPU (0 if unknown)."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes("VmHWM")
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which replaces the target if nothing fails."""
+    """Yield a temporary folder that replaces `target` at the end, unless an error is raised."""
     partial = target.with_name(PARTIAL + target.name)
     shutil.rmtree(partial, ignore_errors=True)
     yield partial

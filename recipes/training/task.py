@@ -1,4 +1,4 @@
-"""What a recipe defines about its task, the order in which training sees its examples, and evaluation."""
+"""The interface of tasks, the order of training examples, and evaluation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +20,13 @@ from .session import Session
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 TARGETS = {"labels", "start_positions", "end_positions"}
-GROUP = 50  # batches within which examples are sorted by length
+GROUP = 50  # number of batches whose examples are sorted by length together
 Collate = Callable[[list[dict[str, Any]]], dict[str, Tensor]]
 
 
 @dataclass
 class Prepared:
-    """A task with its model and data, ready for the loop.
-
-    `train` and `evaluation` hold model inputs; `examples` what they were made from, for the fingerprint.
-    """
+    """Model and data of a task. `train` and `evaluation`: model inputs, made from the raw `examples`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +39,7 @@ class Prepared:
 
 
 class Task(ABC):
-    """One task. `task_type`: as the Hub calls it. `main_metric`: what the best model is the best of."""
+    """Base class of tasks. `task_type`: name of the task on the Hub. `main_metric`: decides which model is the best."""
 
     name: str
     task_type: str
@@ -53,23 +50,23 @@ class Task(ABC):
 
     @abstractmethod
     def prepare(self) -> Prepared:
-        """Load and check everything. What the user got wrong is a ValueError."""
+        """Load model and data. Raises ValueError if options or data are invalid."""
 
     @abstractmethod
     def predict(self, outputs: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What evaluation keeps of one batch, a row an example; rows of all batches must fit together."""
+        """Return the predictions for a batch, one row per example. All batches must return rows of the same shape."""
 
     @abstractmethod
     def score(self, split: str, predictions: Mapping[str, Tensor]) -> dict[str, Metric]:
-        """Metrics of a split from the rows of `predict`, in the order of the data. Runs on the main process alone."""
+        """Compute the metrics of a split from all rows of `predict`, in the order of the data, on the main process."""
 
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """The endless order of training examples: each epoch is a new permutation, and the next begins where one ends.
+    """An infinite sequence of training examples: the concatenated random permutations of all epochs.
 
-    Step t takes examples t·B to (t+1)·B of it. So every batch is full, the order depends on the seed alone and not on
-    the number of processes, and the step number is all there is to know about the position.
+    Step t uses examples t·B to (t+1)·B. All batches are therefore full, the order depends on the seed but not on the
+    number of processes, and the position is given by the step number alone.
 
     >>> order = TrainingOrder(size=5, batch_size=2, seed=0)
     >>> sorted(i for _, batch in zip(range(5), order.batches(0)) for i in batch)
@@ -79,10 +76,10 @@ class TrainingOrder:
     size: int
     batch_size: int
     seed: int
-    lengths: Sequence[int] | None = None  # group by them, if given
+    lengths: Sequence[int] | None = None  # of the examples, if they are grouped by length
 
     def epoch(self, number: int) -> list[int]:
-        """All examples once, in the order of this epoch."""
+        """Return the order of all examples in an epoch."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         order = torch.randperm(self.size, generator=generator).tolist()
         lengths = self.lengths
@@ -92,12 +89,13 @@ class TrainingOrder:
         for start in range(0, self.size, GROUP * self.batch_size):
             group = sorted(order[start : start + GROUP * self.batch_size], key=lambda i: -lengths[i])
             batches += [group[i : i + self.batch_size] for i in range(0, len(group), self.batch_size)]
-        tail = [batches.pop()] if len(batches[-1]) < self.batch_size else []  # stays last, or batches would shift
+        # an incomplete batch stays last, otherwise the following ones would be shifted
+        tail = [batches.pop()] if len(batches[-1]) < self.batch_size else []
         shuffled = torch.randperm(len(batches), generator=generator).tolist()
         return [i for b in [*(batches[j] for j in shuffled), *tail] for i in b]
 
     def batches(self, start: int) -> Iterator[list[int]]:
-        """Batches from step `start` on, without end."""
+        """Iterate over the batches from step `start`, infinitely."""
         number, position = divmod(start * self.batch_size, self.size)
         order = self.epoch(number)
         while True:
@@ -107,24 +105,24 @@ class TrainingOrder:
             yield order[position : position + self.batch_size]
             position += self.batch_size
 
-    def share(self, start: int, end: int, rank: int, processes: int, passes: int) -> list[list[int]]:
-        """What one process sees of the steps from `start` to `end`: its part of each batch, in `passes` pieces."""
+    def share(self, start: int, end: int, rank: int, processes: int, accumulate: int) -> list[list[int]]:
+        """Return the micro-batches of one process from step `start` to `end`, `accumulate` per step."""
         steps = zip(range(start, end), self.batches(start), strict=False)
-        pieces = range(rank * passes, (rank + 1) * passes)
-        return [batch[piece :: processes * passes] for _, batch in steps for piece in pieces]
+        own = range(rank * accumulate, (rank + 1) * accumulate)
+        return [batch[i :: processes * accumulate] for _, batch in steps for i in own]
 
 
-def check_share(batch_size: int, processes: int, passes: int) -> None:
-    """Every process gets as many rows of each batch, in every pass."""
-    if batch_size % (processes * passes):
+def check_share(batch_size: int, processes: int, accumulate: int) -> None:
+    """Raise ValueError unless all micro-batches have the same size."""
+    if batch_size % (processes * accumulate):
         raise ValueError(
-            f"--batch-size {batch_size} cannot be shared by {processes} processes in {passes} passes (--accumulate): "
-            f"it must be a multiple of {processes * passes}."
+            f"--batch-size {batch_size} must be a multiple of {processes * accumulate}: {processes} process(es) × "
+            f"{accumulate} gradient accumulation step(s)."
         )
 
 
 def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[str, Any]:
-    """Examples as a batch without labels."""
+    """Collate examples to a batch without labels."""
     batch = collate([rows[i] for i in numbers])
     return {name: value for name, value in batch.items() if name in MODEL_INPUTS}
 
@@ -132,7 +130,7 @@ def model_inputs(rows: Dataset, collate: Collate, numbers: list[int]) -> dict[st
 def shared_batches(
     session: Session, rows: Dataset, collate: Collate, order: TrainingOrder | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The share of this process of all examples, batch after batch without end and without labels."""
+    """Iterate infinitely over the batches of this process, without labels."""
     order = order or TrainingOrder(len(rows), session.options.batch_size, session.options.seed)
     rank, processes = session.accelerator.process_index, session.accelerator.num_processes
     for batch in order.batches(0):
@@ -140,11 +138,8 @@ def shared_batches(
 
 
 def evaluation_loaders(session: Session, prepared: Prepared, batch_size: int) -> dict[str, DataLoader]:
-    """One loader per split, shared among the processes, unless they share sequences: then each has all of it.
-
-    Its own generator leaves the random state of training alone.
-    """
-    loaders = {
+    """Create a data loader per split. Each process evaluates a part of it; with --sequence-parallel, all of it."""
+    loaders = {  # their generators keep the global random state unchanged
         split: DataLoader(rows, batch_size, collate_fn=prepared.collate, generator=torch.Generator().manual_seed(0))
         for split, rows in prepared.evaluation.items()
     }
@@ -155,10 +150,10 @@ def evaluation_loaders(session: Session, prepared: Prepared, batch_size: int) ->
 
 @torch.no_grad()
 def evaluate(session: Session, task: Task, model: nn.Module, loaders: Mapping[str, DataLoader]) -> dict[str, Any]:
-    """Every metric of every split as a document, the same on all processes; the main one scores the predictions."""
+    """Return the metrics of all splits, on all processes, in the format of result files."""
     accelerator, training, group = session.accelerator, model.training, session.sequence_group
     model.eval()
-    if group is not None:  # scores need the predictions of all positions
+    if group is not None:  # metrics need the outputs for all positions
         hf_rfattn.shard_sequence(accelerator.unwrap_model(model), group, gather=True)
     metrics: dict[str, Metric] = {}
     with session.bar("evaluating", sum(map(len, loaders.values()))) as bar:
@@ -166,11 +161,11 @@ def evaluate(session: Session, task: Task, model: nn.Module, loaders: Mapping[st
             parts: list[dict[str, Tensor]] = []
             for batch in loader:
                 batch = send_to_device(batch, accelerator.device)
-                inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # no loss is needed
-                with accelerator.autocast():  # a model that is not prepared yet has no autocast of its own
+                inputs = {name: value for name, value in batch.items() if name not in TARGETS}  # the loss is not needed
+                with accelerator.autocast():  # before accelerator.prepare, the model does not use autocast itself
                     outputs = model(**inputs)
                 predictions = task.predict(outputs, batch)
-                if group is None:  # drops the examples that were repeated to give every process a full last batch
+                if group is None:  # drops examples that were repeated to fill the last batch
                     predictions = accelerator.gather_for_metrics(predictions)
                 parts.append({k: v.cpu() for k, v in predictions.items()})
                 bar.update()
@@ -185,5 +180,5 @@ def evaluate(session: Session, task: Task, model: nn.Module, loaders: Mapping[st
 
 
 def as_document(metrics: Mapping[str, Metric]) -> dict[str, Any]:
-    """For result files."""
+    """Convert metrics to the format of result files."""
     return {name: asdict(metric) for name, metric in metrics.items()}

@@ -1,4 +1,4 @@
-"""Learning from softmax: attention transfer before training, distillation and LoRA in it."""
+"""Attention transfer before training; distillation and LoRA adapters during training."""
 
 import dataclasses
 import json
@@ -25,7 +25,10 @@ LOGITS = ("logits", "start_logits", "end_logits")
 def transfer(
     session: Session, model: PreTrainedModel, inputs: Iterable[Any], measure: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Teach the mechanisms of a patched model; an interrupted run continues. Returns what result files say about it."""
+    """Train the mechanisms of a patched model to imitate softmax, and return the field "transfer" of result files.
+
+    `measure`: the batch on which errors are measured. With --save-every, an interrupted run resumes.
+    """
     options = session.options
     given: dict[str, Any] = {"steps": options.transfer_steps, "exact_heads": getattr(options, "exact_heads", 0.0)}
     if options.transfer_learning_rate is not None:
@@ -44,7 +47,7 @@ def transfer(
 
 
 def recorded_transfer(model: str | None) -> dict[str, Any] | None:
-    """What is written about attention transfer in the model's folder by the recipe that it comes from."""
+    """Return the field "transfer" of the result files in the folder of a model; None if there is none."""
     for path in sorted((Path(model or "") / RESULTS).glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if document.get("transfer"):
@@ -53,7 +56,7 @@ def recorded_transfer(model: str | None) -> dict[str, Any] | None:
 
 
 class Teacher:
-    """A softmax model that does not learn, and the loss of a student that learns from it."""
+    """A frozen softmax model, and the distillation loss of a student."""
 
     def __init__(self, model: PreTrainedModel, options: RunOptions):
         self.model = model.eval().requires_grad_(False)
@@ -61,7 +64,7 @@ class Teacher:
         self.hidden = options.distill_hidden
 
     def loss(self, student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """The task's loss and the distance to the teacher, weighed."""
+        """Weighted sum of the task loss and the distillation loss."""
         extra = {"output_hidden_states": True} if self.hidden else {}
         outputs = student(**batch, **extra)
         with torch.no_grad():
@@ -76,26 +79,26 @@ class Teacher:
         return loss
 
     def _distance(self, given: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
-        """Divergence of the classes that logits stand for: those of a row, of each token, or the tokens themselves."""
+        """KL divergence of the distributions over classes, tokens or answer positions; squared error for regression."""
         given, taught = given.float(), taught.float()
-        if given.shape[-1] == 1:  # a score
+        if given.shape[-1] == 1:  # regression
             return F.mse_loss(given, taught)
         logs, wanted = ((x / self.temperature).log_softmax(-1) for x in (given, taught))
         divergence = (wanted.exp() * (wanted - logs)).sum(-1) * self.temperature**2
-        if mask is not None and given.ndim == 3:  # one a token
+        if mask is not None and given.ndim == 3:  # a distribution per token
             return (divergence * mask).sum() / mask.sum()
         return divergence.mean()
 
 
 def relative_error(given: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
-    """‖a - b‖² / ‖b‖² over the tokens that are not padding."""
+    """‖given - taught‖² / ‖taught‖² over all tokens except padding."""
     weight = 1.0 if mask is None else mask[..., None]
     given, taught = given.float(), taught.float()
     return ((given - taught).square() * weight).sum() / (taught.square() * weight).sum()
 
 
 def knows_task(student: PreTrainedModel, options: RunOptions) -> bool:
-    """Whether --model is a softmax model with the head and labels of the task; language models do not count."""
+    """Whether --model is a softmax model with the head and labels of this task; False for language models."""
     config = read_config("--model", options.model)
     named = "LABEL_0" not in (config.id2label or {}).values() or config.problem_type == "regression"
     labels = [(c.problem_type, c.id2label) for c in (config, student.config)]
@@ -105,8 +108,8 @@ def knows_task(student: PreTrainedModel, options: RunOptions) -> bool:
 
 
 def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOptions) -> Teacher | None:
-    """The model of --distill, beside a student that has not been trained yet; after attention transfer, --model
-    itself if it was trained on this task.
+    """Load the teacher of --distill, or None. By default, --model is the teacher if it was trained on this task and
+    --transfer-steps is given.
     """
     if options.distill is None and options.transfer_steps and knows_task(student, options):
         options = dataclasses.replace(options, distill="self", distill_hidden=options.distill_hidden or 1.0)
@@ -128,7 +131,7 @@ def make_teacher(device: torch.device, student: PreTrainedModel, options: RunOpt
 
 
 def add_adapters(model: PreTrainedModel, rank: int) -> None:
-    """LoRA beside every matrix of the model's body, which itself is frozen; head and mechanisms are trained whole."""
+    """Freeze the model except head and mechanisms, and add LoRA adapters to all linear layers except the head."""
     from peft import LoraConfig, inject_adapter_in_model
 
     body = model.base_model
@@ -142,7 +145,7 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
 
 
 def without_adapters(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Any]:
-    """The weights of a plain model: adapters added in, names as they were."""
+    """Merge LoRA adapters into the weights and restore the names of parameters."""
     merged = {}
     for name, value in weights.items():
         if ".lora_" in name:
