@@ -18,6 +18,10 @@ FOLDER = "project"
 COMMANDS = "reference/commands.md"
 LINK = re.compile(r"(?<!!)\[([^]\n]*)\]\(([^)#:\s]+)\)")
 TARGET = re.compile(r"\]\(([^)#:\s]+)(?=[)#])")
+IMAGE = re.compile(r"(?m)^!\[[^]\n]*\]\(([^)\s]+)\)$")
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+UNIT = re.compile(r"(?<=\d) (?=×|%|ms\b|[KMG]iB\b)")
+NAME = re.compile(r"<code>(?=(?:[^\s<]{1,28}|--[^\n<]{1,22}|[^\n<]{1,18})</code>)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -35,8 +39,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as the site needs them. Documents from elsewhere are written for a Markdown in which lists and tables need
-    no blank line before them.
+    """Links as the site needs them; plots and drawings open in full size, since small screens make them small.
+
+    Documents from elsewhere are written for a Markdown in which lists and tables need no blank line before them.
     """
     if page.file.abs_src_path is None:
         return markdown
@@ -44,9 +49,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = LINK.sub(lambda link: link[1] if (here / link[2]).is_dir() else link[0], markdown)
     folder = Path(page.file.src_uri).parent
     markdown = TARGET.sub(lambda target: f"]({os.path.relpath(_place(here / target[1], root), folder)}", markdown)
+    markdown = IMAGE.sub(r"[\g<0>](\1)", markdown)
     if not page.file.src_uri.startswith(f"{FOLDER}/"):
         return markdown
     return re.sub(r"(?m)^((?!-|  |\|).*\S)\n(?=- |\|)", r"\1\n\n", markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Keep numbers and their units, and the parts of a name or option, on one line."""
+    html = CELL.sub(lambda cell: UNIT.sub("&nbsp;", cell[0]), html)
+    return NAME.sub('<code class="name">', html)
 
 
 def _place(path: Path, root: Path) -> str:
