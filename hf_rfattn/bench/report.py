@@ -105,7 +105,7 @@ def _table(
         lines.append([name, label_of(row[0]), *(own.get(length, DASH) for length in lengths)])
         if break_even:
             lines[-1].append("" if row[0]["attention"] == SOFTMAX else crossover_text(*speeds_of(row)))
-    headings = ["", "", *(f"{length:,} tokens" for length in lengths)]
+    headings = ["setting", "attention", *(f"{length:,} tokens" for length in lengths)]
     return Table(title, headings + ["faster from (break-even)"] * break_even, lines, aligned=False)
 
 

@@ -114,7 +114,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.annotate(label, (x[len(x) // 2], y[len(x) // 2]), xytext=(4, 4), textcoords="offset points")
     _make_logarithmic(axes, x)
     softmax = next((line for line in panel.lines if line.label == SOFTMAX), None)
-    for number, (length, name) in enumerate(panel.break_even if softmax else ()):
+    for number, (length, name) in enumerate(sorted(panel.break_even) if softmax else ()):
         _mark_crossover(axes, length, softmax, number, line_style(name)["color"])
 
 
@@ -142,7 +142,8 @@ def _mark_crossover(axes: Axes, length: int, softmax: Any, number: int, color: s
     axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5, linewidth=0.8)
     axes.set_ylim(bottom)
     height = 0.02 + 0.045 * (number % 4)
-    axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), fontsize=8, color=color)
+    text = {"fontsize": 8, "color": color, "ha": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+    axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), **text)
 
 
 def title_and_legend(figure: Figure, title: str) -> None:
