@@ -154,7 +154,8 @@ def table(dim: int = 64) -> Table:
             known = [None if name.startswith("softmax") else break_even((name, causal), d, dim) for d in DEVICES]
             lengths = ["–" if name.startswith("softmax") else f"{x:,}" if x else "never" for x in known]
             rows.append([form, name, *costs, *lengths])
-    headings = ["direction", "path", "operations", "bytes", *(f"break-even, {device.name} (predicted)" for device in DEVICES)]
+    predicted = [f"break-even, {device.name} (predicted)" for device in DEVICES]
+    headings = ["direction", "path", "operations", "bytes", *predicted]
     return Table("Predicted cost on GPUs, per token and head", headings, rows, aligned=False)
 
 

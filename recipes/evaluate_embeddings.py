@@ -26,7 +26,7 @@ from torch import Tensor
 from training.classification import CORRELATIONS, measure
 from training.data import SUBSET_SEED, Source, check_texts, find_source, take
 from training.models import Collator, attention_of, choose_length, load_tokenizer, read_config, set_attention
-from training.options import SEQUENCE_PARALLEL, CommonOptions, described
+from training.options import SEQUENCE_PARALLEL, TransferOptions, described
 from training.session import MODEL, Session, peak_memory, run_recipe, whole_folder
 from training.task import MODEL_INPUTS, TrainingOrder, as_document, check_share, model_inputs, shared_batches
 from training.teaching import recorded_transfer, transfer
@@ -43,7 +43,7 @@ QUERIES_AT_ONCE = 256  # number of queries that are scored against all documents
 
 
 @dataclass(kw_only=True)
-class EmbeddingOptions(CommonOptions):
+class EmbeddingOptions(TransferOptions):
     task: Literal["retrieval", "stsb"] = described(
         "retrieval (--data: SQuAD, or a folder in BEIR format) or stsb (Spearman correlation of cosine similarities).",
         "retrieval",
@@ -64,10 +64,6 @@ class EmbeddingOptions(CommonOptions):
     sequence_parallel: int = described(SEQUENCE_PARALLEL, 1)
     batch_size: int = described("Batch size of attention transfer, over all processes.", 4)
     eval_batch_size: int = described("Batch size per process for encoding.", 32)
-    transfer_steps: int = described(
-        "Number of attention transfer steps on the texts, before evaluation; no labels are used.", 0
-    )
-    transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,9 +85,10 @@ def evaluate(session: Session) -> None:
     with accelerator.main_process_first():
         source, split, data, examples = load(options, encoder, length)
     session.open_output()
-    found: dict[str, Any] = {"attention": attention_of(model), "transfer": recorded_transfer(options.model)}
+    found: dict[str, Any] = {"transfer": recorded_transfer(options.model)}
     if options.transfer_steps:
         found["transfer"] = teach(session, encoder, data, length)
+    found["attention"] = attention_of(model)  # --exact-heads may have changed it
     if session.sequence_group is not None:
         hf_rfattn.shard_sequence(model, session.sequence_group)
     if isinstance(data, Retrieval):

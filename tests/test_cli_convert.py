@@ -13,7 +13,6 @@ import transformers
 from safetensors.torch import load_file
 from support import sample
 from support.commands import failure, run
-from support.models import tiny_bert, tiny_llama
 from support.recipes import environment, make_gpt2
 from typer.testing import CliRunner
 
@@ -99,13 +98,6 @@ def test_projections_are_trained_unless_options_say_otherwise():
     assert trainable("favor+").trainable and not trainable("favor+", "trainable=false").trainable
     assert trainable("fmm").far[0].trainable and trainable("fmm", "far=elu").far[0].name == "linear"
     assert trainable("hedgehog") == hf_rfattn.HedgehogConfig()
-
-
-def test_encoders_with_linear_attention_keep_some_heads_exact_by_default():
-    encoder, decoder = tiny_bert(), tiny_llama()
-    linear, near = hf_rfattn.HedgehogConfig(), hf_rfattn.FmmConfig()
-    shares = [converting.choose_exact_heads(m, c) for m, c in ((encoder, linear), (encoder, near), (decoder, linear))]
-    assert shares == [0.125, 0, 0]
 
 
 def write_rows(path):

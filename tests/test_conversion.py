@@ -31,7 +31,8 @@ def test_it_learns_and_leaves_the_rest_alone(family):
     before = {name: p.clone() for name, p in model.named_parameters()}
     modes = [m.training for m in model.modules()]
     dice = torch.get_rng_state()
-    report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.03, progress=False)
+    options = {"rounds": 1, "exact_heads": 0, "progress": False}
+    report = convert(model, "hedgehog", batches, steps=60, learning_rate=0.03, **options)
     assert torch.equal(dice, torch.get_rng_state())
     assert all(a < 0.7 * b for a, b in zip(report.after.overall, report.before.overall, strict=True))
     assert report.after.overall == attention_error(model, batches[0]).overall  # the first batch, not trained on
@@ -50,7 +51,7 @@ def test_a_step_by_hand():
     """Adam on the relative error by head over valid positions, with q, k, v of the softmax model."""
     model, (batch,) = lively(tiny_bert()), make_batches(1)
     expected = copy.deepcopy(patch_model(model, "hedgehog"))
-    convert(model, None, [batch], measure=batch, steps=1, learning_rate=0.1, progress=False)
+    convert(model, None, [batch], measure=batch, steps=1, learning_rate=0.1, exact_heads=0, progress=False)
     seen = {}
     softmax = copy.deepcopy(expected)
     softmax.set_attn_implementation("sdpa")
@@ -75,7 +76,7 @@ def test_a_step_by_hand():
 
 def test_layers_learn_apart_from_each_other():
     batches = make_batches()
-    options = {"steps": 8, "end_to_end": 0, "progress": False}
+    options = {"steps": 8, "end_to_end": 0, "exact_heads": 0, "progress": False}
     both, last = lively(tiny_bert()), None
     last = copy.deepcopy(both)
     convert(both, "hedgehog", batches, **options)
@@ -89,7 +90,8 @@ def test_an_end_to_end_step_by_hand():
     """Adam on the mean of all relative errors, of outputs on what the patched layers before give."""
     model, (batch,) = lively(tiny_bert()), make_batches(1)
     expected = copy.deepcopy(patch_model(model, "hedgehog"))
-    convert(model, None, [batch], measure=batch, steps=1, learning_rate=0.5, end_to_end=1, progress=False)
+    options = {"end_to_end": 1, "rounds": 1, "exact_heads": 0, "progress": False}
+    convert(model, None, [batch], measure=batch, steps=1, learning_rate=0.5, **options)
     mechanisms, exact, given = list(mechanism_sites(expected)), [], []
     run_with_softmax(expected, batch, lambda mechanism, args, masks, softmax, output: exact.append(softmax))
     for mechanism in mechanisms:
@@ -229,14 +231,15 @@ def test_the_heads_that_matter_most_stay_exact(tmp_path):
 
     learner, report = learn()
     plain = copy.deepcopy(model)
-    convert(plain, "hedgehog", batches, measure=batches[0], steps=6, end_to_end=0, progress=False)
+    apart = {"steps": 6, "end_to_end": 0, "exact_heads": 0, "progress": False}
+    convert(plain, "hedgehog", batches, measure=batches[0], **apart)
     first = gains_of_heads(plain, batches[0])
     _, layer, head = max((gain, i, h) for i, of in enumerate(first.values()) for h, gain in enumerate(of.tolist()))
     chosen = decisive_heads(plain, batches[:1], 0.25)
     assert sum(map(len, chosen.values())) == 2 and head in chosen[layer]  # a quarter of 8 heads
     for layer, errors in enumerate(report.after.heads):
         assert [error < 1e-5 for error in errors] == [head in chosen.get(layer, ()) for head in range(len(errors))]
-    assert "exact_heads" in report.after.mechanisms
+    assert "exact_heads" in report.after.mechanisms and report.exact_heads == chosen
     assert keep_exact_heads(plain, batches[0], 0.25) == chosen
     learner.save_pretrained(tmp_path / "model")
     loaded = type(learner).from_pretrained(tmp_path / "model")
@@ -346,3 +349,15 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     for name, value in learnt(alone).items():
         # Adam makes steps of 0.05 out of gradients of any size, rounded ones too
         torch.testing.assert_close(first[name], value, rtol=0, atol=2e-3)
+
+
+def test_encoders_with_linear_attention_keep_some_heads_exact_by_default():
+    batches = make_batches(2)
+
+    def share(model, attention, **further):
+        report = convert(model, attention, batches, steps=1, progress=False, **further)
+        return sum(map(len, report.exact_heads.values()))
+
+    assert share(tiny_bert(), "hedgehog") == 1  # of 8
+    assert share(tiny_bert(), "hedgehog", layers=[1]) == 0  # too few
+    assert share(tiny_bert(), "fmm") == share(tiny_llama(), "hedgehog") == 0

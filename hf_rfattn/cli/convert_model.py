@@ -76,7 +76,6 @@ def convert(
 
     with errors_without_traceback(), work.join_processes(device) as chosen:
         columns = column or ["text"]
-        rounds = rounds if steps > 2 else 1  # with fewer steps, there are none to repeat
         if len(columns) > 2 or (join and len(columns) == 2):
             raise ValueError("Give --column once, or twice for pairs of texts; --join works with one column only.")
         if batch_size % process_count():
@@ -93,8 +92,6 @@ def convert(
         length = work.choose_length(loaded, tokenizer, max_length, extend_positions)
         blocks = (steps + 1) * batch_size if join else None
         batches = work.make_batches(texts, tokenizer, length, blocks, batch_size, seed)
-        advised = work.choose_exact_heads(loaded, config)
-        exact_heads = advised if exact_heads is None else exact_heads
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": dataset, "join": join,
             "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
@@ -121,6 +118,4 @@ def convert(
             }
             document = work.save(loaded, tokenizer, document, output)
             copy_pooling(model, output)
-        typer.echo(
-            json.dumps(document, indent=2) if as_json else work.summary(done, output, join, exact_heads, advised)
-        )
+        typer.echo(json.dumps(document, indent=2) if as_json else work.summary(done, output, join))

@@ -23,15 +23,13 @@ from .. import extend_positions, longest_input, write_card
 from ..conversion import Conversion
 from ..conversion.processes import check_alike, process_count, process_rank
 from ..hub.cards import CheckpointFolder
-from ..mechanisms import LinearMechanism, MechanismConfig, resolve_config
-from ..mechanisms.registry import mechanism_class
+from ..mechanisms import MechanismConfig, resolve_config
 from ..results.documents import RESULTS, read_result, without_folders, write_result
 from ..results.schema import parse_result
 
 STATE = "unfinished"  # subfolder of the output with the checkpoint, deleted at the end
 SETTINGS = "settings.json"  # in that subfolder
 SAVE_EVERY = 20  # steps
-EXACT_HEADS = 0.125  # one in eight recovers most of what linear attention loses
 USUAL_LENGTH = 512
 Row = dict[str, Any]
 Texts = list[tuple[str, ...]]
@@ -130,11 +128,6 @@ def make_trainable(config: MechanismConfig, given: list[str]) -> MechanismConfig
         named = (make_trainable(resolve_config(each), []) if isinstance(each, str) else each for each in far)
         return config.replace(far=tuple(named))
     return config
-
-
-def choose_exact_heads(model: PreTrainedModel, config: MechanismConfig) -> float:
-    """Return the default fraction of exact heads. There are none in decoders, where they would cache all keys."""
-    return EXACT_HEADS if issubclass(mechanism_class(config), LinearMechanism) and not model.can_generate() else 0.0
 
 
 @contextmanager
@@ -262,18 +255,16 @@ def save(model: Any, tokenizer: Any, document: dict[str, Any], output: Path) -> 
     return document
 
 
-def summary(done: Conversion, output: Path, decoder: bool, exact_heads: float, advised: float) -> str:
+def summary(done: Conversion, output: Path, decoder: bool) -> str:
     """Text with the errors by layer, what to expect, and what to do next."""
     before, after, average = (
         sum(errors) / len(errors) for errors in (done.before.overall, done.after.overall, done.after.average)
     )
     if after < 0.9 * average:
         expect = "Expect scores below those of softmax until you fine-tune: the smaller the error, the smaller the gap."
-        if exact_heads:
-            total = sum(map(len, done.after.heads))
-            expect += f" {max(1, round(exact_heads * total))} of {total} heads keep softmax (--exact-heads 0: none)."
-        elif advised:
-            expect += f" --exact-heads {advised} closes most of the gap: the heads that matter most keep softmax."
+        if done.exact_heads:
+            count, total = (sum(map(len, heads)) for heads in (done.exact_heads.values(), done.after.heads))
+            expect += f" {count} of {total} heads keep softmax (--exact-heads 0: none)."
     else:
         expect = (
             "This is hardly better than averaging all tokens: give more --steps or text, more features (num_features), "

@@ -26,14 +26,15 @@ from ..integration.inputs import Data
 from ..integration.patching import UNTRAINED, Attention
 from ..integration.text_table import text_table
 from .batches import TrainingBatches
-from .heads import decisive_heads
+from .heads import Heads, decisive_heads, usual_share
 from .processes import check_alike, from_first, process_rank
 from .transfer import STATE, Transfer
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of attention transfer: errors before and after, training steps of each layer, and time in seconds.
+    """Result of attention transfer: errors before and after, training steps of each layer, time in seconds, and the
+    numbers of the heads that keep exact softmax by layer number.
 
     Prints as a table; `to_dict()` converts it to a dict.
     """
@@ -42,6 +43,7 @@ class Conversion:
     after: AttentionError
     steps: dict[str, int]
     seconds: float
+    exact_heads: Heads
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict of plain lists, numbers and strings."""
@@ -64,10 +66,10 @@ def convert(
     batches: Data,
     *,
     steps: int = 400,
-    rounds: int = 1,
+    rounds: int = 4,
     learning_rate: float = 0.05,
     end_to_end: float = 0.4,
-    exact_heads: float = 0.0,
+    exact_heads: float | None = None,
     parts: float = 0.0,
     measure: Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -92,7 +94,8 @@ def convert(
     `rounds`: maximum number of repetitions of the end-to-end steps, each with its own warm-up and decay. Training stops
     after a round that reduces the error by less than 3 %.
     `exact_heads`: fraction of all heads, those that matter most to the output before the end-to-end steps, that keep
-    exact softmax: see `keep_exact_heads`. One in eight recovers most of what short inputs lose.
+    exact softmax: see `keep_exact_heads`. By default one in eight in encoders with a linear mechanism, which recovers
+    most of the lost score, and none in other models. 0 keeps the cost linear.
     `parts`: weight of an additional loss with which the linear parts of a mechanism (the far fields of fmm) imitate
     softmax on their own. `measure`: a batch on which errors are measured; by default the first of `batches`, which is
     then left out of training if there are others.
@@ -122,7 +125,7 @@ def convert(
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
     if not 0 <= end_to_end <= 1:
         raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
-    if not 0 <= exact_heads < 1:
+    if exact_heads is not None and not 0 <= exact_heads < 1:
         raise ValueError(f"exact_heads must be a fraction of all heads, from 0 to below 1, not {exact_heads!r}.")
     data = TrainingBatches(batches, tokenizer, batch_size, max_length, seed)
     if attention is None and patching:
@@ -138,6 +141,8 @@ def convert(
         if attention is not None and optimal_maps(model):
             calibrate(model, measure)
         before = attention_error(model, measure)
+        if exact_heads is None:
+            exact_heads = usual_share(model)
         transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts, exact_heads)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
@@ -172,4 +177,5 @@ def convert(
         after=attention_error(model, measure),
         steps=dict.fromkeys(transfer.names.values(), transfer.step),
         seconds=transfer.seconds,
+        exact_heads=transfer.heads,
     )

@@ -15,18 +15,19 @@ from ..integration.inputs import Batch, Data, as_batches
 from ..integration.names import SPEC
 from ..integration.patching import apply_patch
 from ..integration.spec import PatchSpec
-from ..mechanisms import Mechanism
+from ..mechanisms import LinearMechanism, Mechanism
 from ..mechanisms.exact_heads import ExactHeadsAttention, ExactHeadsConfig
 from ..ops import softmax_attention
 
 Heads = dict[int, tuple[int, ...]]  # by layer number
 ROUNDS = 4  # in which exact heads are chosen
+SHARE = 1 / 8  # recovers most of what linear attention loses
 
 
 def keep_exact_heads(
     model: nn.Module,
     batch: Data,
-    share: float = 1 / 8,
+    share: float = SHARE,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     batch_size: int = 16,
@@ -53,6 +54,16 @@ def keep_exact_heads(
     heads = decisive_heads(model, batches, share)
     set_exact_heads(model, heads)
     return heads
+
+
+def usual_share(model: nn.Module) -> float:
+    """Return the default fraction of exact heads: 0 if a mechanism is not linear, in decoders, where exact heads would
+    cache all keys, and in models with too few heads.
+    """
+    mechanisms = mechanism_sites(model)
+    linear = all(isinstance(mechanism, LinearMechanism) for mechanism in mechanisms)
+    decoder = any(getattr(site.module, "is_causal", False) for site in find_attention(model))
+    return SHARE if linear and not decoder and SHARE * sum(m.num_heads for m in mechanisms) >= 1 else 0.0
 
 
 def decisive_heads(model: nn.Module, batches: Sequence[Batch], share: float) -> Heads:

@@ -55,7 +55,7 @@ def attention_label(attention: Any) -> str:
         exact = [config for config in layers.values() if isinstance(config, Mapping) and "rest" in config]
         rests = {attention_label(config["rest"] if config in exact else config) for config in layers.values()}
         if exact and len(rests) == 1:
-            return f"{rests.pop()}, exact heads"
+            return f"{rests.pop()}, {sum(len(config['heads']) for config in exact)} exact heads"
         return "; ".join(f"layers {k}: {attention_label(v)}" for k, v in layers.items())
     config = full_config(attention)
     if not isinstance(config, Mapping):

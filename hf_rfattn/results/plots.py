@@ -142,7 +142,8 @@ def _mark_crossover(axes: Axes, length: int, softmax: Any, number: int, color: s
     axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5, linewidth=0.8)
     axes.set_ylim(bottom)
     height = 0.02 + 0.045 * (number % 4)
-    text = {"fontsize": 8, "color": color, "ha": "center", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    text = {"fontsize": 8, "color": color, "ha": "center", "bbox": background}
     axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), **text)
 
 

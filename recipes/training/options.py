@@ -78,16 +78,29 @@ class CommonOptions:
 
 
 @dataclass(kw_only=True)
-class RunOptions(CommonOptions):
-    """Options of all training recipes, which add their own in derived classes."""
+class TransferOptions(CommonOptions):
+    """Options of recipes that can run attention transfer first."""
 
-    # the model
-    redraw_every: int | None = described("Redraw random features every N steps.")
-    transfer_steps: int = described("Number of attention transfer steps on the training inputs, before training.", 0)
+    transfer_steps: int = described(
+        "Number of attention transfer steps on the texts, before training or evaluation; no labels are used.", 0
+    )
     transfer_learning_rate: float | None = described("Peak learning rate of attention transfer.")
     exact_heads: float = described(
         "Fraction of all heads, those that matter most to the output, that keep exact softmax.", 0.0
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exact_heads and not self.transfer_steps:
+            raise ValueError("--exact-heads chooses heads during attention transfer; also give --transfer-steps.")
+
+
+@dataclass(kw_only=True)
+class RunOptions(TransferOptions):
+    """Options of all training recipes, which add their own in derived classes."""
+
+    # the model
+    redraw_every: int | None = described("Redraw random features every N steps.")
     distill: str | None = described(
         "Distil from the logits of a softmax model: its folder or name, self for --model before training, or none. "
         "Default: self after --transfer-steps, with --distill-hidden 1, if --model was trained on this task."
@@ -140,8 +153,6 @@ class RunOptions(CommonOptions):
             raise ValueError(
                 "--transfer-steps and --distill do not work with --sequence-parallel. Use `hf-rfattn convert` first."
             )
-        if self.exact_heads and not self.transfer_steps:
-            raise ValueError("--exact-heads chooses heads during attention transfer; also give --transfer-steps.")
         if self.early_stop is not None:
             self.keep = "best"
 

@@ -30,7 +30,7 @@ def transfer(
     `measure`: the batch on which errors are measured. With --save-every, an interrupted run resumes.
     """
     options = session.options
-    given: dict[str, Any] = {"steps": options.transfer_steps, "exact_heads": getattr(options, "exact_heads", 0.0)}
+    given: dict[str, Any] = {"steps": options.transfer_steps, "rounds": 1, "exact_heads": options.exact_heads}
     if options.transfer_learning_rate is not None:
         given["learning_rate"] = options.transfer_learning_rate
     if options.save_every:
