@@ -107,8 +107,9 @@ def scores(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def in_brief(row: Row) -> str:
-    """The mechanism of a row without options, and whether it went through attention transfer."""
-    name = next(iter(mechanism_names_in(row.runs[0].attention)), SOFTMAX)
+    """The mechanism of a row without options, whether it has exact heads, and whether it went through transfer."""
+    names = mechanism_names_in(row.runs[0].attention) or [SOFTMAX]
+    name = next(name for name in names if name != "exact_heads") + ", exact heads" * ("exact_heads" in names)
     return f"{name}, after attention transfer" if row.runs[0].document.get("transfer") else name
 
 
@@ -281,8 +282,8 @@ def studies(documents: Documents, results: str) -> Iterator[Block]:
 
 
 def encoder_cost(documents: Documents, results: str, attention: str, transfer: bool, task: bool) -> Iterator[Block]:
-    """Score and speed of an attention relative to softmax in encoders, by length and model, with or without attention
-    `transfer` and training on the `task`.
+    """Score and speed of an attention (a regular expression) relative to softmax in encoders, by length and model, with
+    or without attention `transfer` and training on the `task`.
     """
     benched, rows = model_benchmarks(documents), []
     found = [parse_result(document, name) for name, document in documents.items() if document["kind"] == "task"]
@@ -290,8 +291,9 @@ def encoder_cost(documents: Documents, results: str, attention: str, transfer: b
     for table in make_tables(found, lambda result: result.task.rpartition("/")[2]):
         model, length = table.first.model.partition(", ")[0], table.first.budget.get("max_length", 0)
         for row in table.rows:
-            cell = benched.get((model, length, attention), {}).get(False)
-            if row.attention == attention and bool(row.runs[0].document.get("transfer")) == transfer and cell:
+            cell = benched.get((model, length, row.attention), {}).get(False)
+            transferred = bool(row.runs[0].document.get("transfer"))
+            if re.fullmatch(attention, row.attention) and transferred == transfer and cell:
                 about = [f"{table.title}, {model.partition('/')[2].partition(' ')[0]}", percent(row.over_softmax)]
                 rows.append((length, [f"{length:,}", *about, times(cell["speed_over_softmax"])]))
     if rows:
@@ -363,6 +365,7 @@ def upstream(documents: Documents, results: str) -> Iterator[Block]:
 
 COSTS: dict[str, Part] = {
     "encoder": partial(encoder_cost, attention="multipole", transfer=False, task=False),
+    "encoder-exact": partial(encoder_cost, attention=r"hedgehog, \d+ exact heads", transfer=True, task=False),
     "encoder-transfer": partial(encoder_cost, attention="hedgehog", transfer=True, task=False),
     "encoder-task": partial(encoder_cost, attention="hedgehog", transfer=True, task=True),
     "decoder": partial(decoder_cost, kinds=("multipole, exact_keys=440",), trained=False),

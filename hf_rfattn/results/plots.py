@@ -143,7 +143,7 @@ def _mark_crossover(axes: Axes, length: int, softmax: Any, number: int, color: s
     axes.set_ylim(bottom)
     height = 0.02 + 0.045 * (number % 4)
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    text = {"fontsize": 8, "color": color, "ha": "center", "bbox": background}
+    text: dict[str, Any] = {"fontsize": 8, "color": color, "ha": "center", "bbox": background}
     axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), **text)
 
 
