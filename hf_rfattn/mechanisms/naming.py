@@ -49,13 +49,17 @@ def attention_label(attention: Any) -> str:
 
     >>> attention_label({"mechanism": "favor+", "num_features": 64, "antithetic": False})
     'favor+, num_features=64'
+    >>> exact = {"mechanism": "exact_heads", "heads": [1, 2], "rest": "hedgehog"}
+    >>> attention_label({"layers": {"0-1,5": exact, "2-4": "hedgehog"}})
+    'hedgehog, 6 exact heads'
     """
     if isinstance(attention, Mapping) and "layers" in attention:
         layers = attention["layers"]
-        exact = [config for config in layers.values() if isinstance(config, Mapping) and "rest" in config]
-        rests = {attention_label(config["rest"] if config in exact else config) for config in layers.values()}
+        exact = {k: config for k, config in layers.items() if isinstance(config, Mapping) and "rest" in config}
+        rests = {attention_label(config["rest"] if k in exact else config) for k, config in layers.items()}
         if exact and len(rests) == 1:
-            return f"{rests.pop()}, {sum(len(config['heads']) for config in exact)} exact heads"
+            heads = sum(_number_of_layers(k) * len(config["heads"]) for k, config in exact.items())
+            return f"{rests.pop()}, {heads} exact heads"
         return "; ".join(f"layers {k}: {attention_label(v)}" for k, v in layers.items())
     config = full_config(attention)
     if not isinstance(config, Mapping):
@@ -70,3 +74,9 @@ def attention_label(attention: Any) -> str:
                 f"{option}=({', '.join(map(attention_label, inner))})" if inner else f"{option}={option_value(value)}"
             )
     return ", ".join(label)
+
+
+def _number_of_layers(layers: str) -> int:
+    """Count the layers of a key such as "0-2,5"."""
+    ranges = (part.partition("-") for part in layers.split(","))
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
