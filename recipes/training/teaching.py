@@ -30,7 +30,8 @@ def transfer(
     `measure`: the batch on which errors are measured. With --save-every, an interrupted run resumes.
     """
     options = session.options
-    given: dict[str, Any] = {"steps": options.transfer_steps, "rounds": 1, "exact_heads": options.exact_heads}
+    given: dict[str, Any] = {"steps": options.transfer_steps, "rounds": 1}
+    given["exact_heads"] = getattr(options, "exact_heads", 0.0)  # evaluate_lm.py has no such option
     if options.transfer_learning_rate is not None:
         given["learning_rate"] = options.transfer_learning_rate
     if options.save_every:
