@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from support.conversion import Torn, learnt, make_batches, same, torn
-from support.models import MODELS, lively, tiny_bert, tiny_llama
+from support.models import MODELS, ids, lively, mechanisms, tiny_bart, tiny_bert, tiny_llama
 from support.recipes import sample_tokenizer
 from torch import distributed
 
@@ -255,6 +255,18 @@ def test_the_heads_that_matter_most_stay_exact(tmp_path):
         keep_exact_heads(patch_model(copy.deepcopy(model), "band"), batches[0])
 
 
+def test_modules_with_the_same_number_have_the_same_exact_heads():
+    """An encoder and its decoder, or two towers, may also differ in their number of heads."""
+    for decoder_heads, count in ((4, 4), (2, 2)):  # half of 2 layers of 4 or 2 heads
+        model = patch_model(lively(tiny_bart(decoder_attention_heads=decoder_heads)), "hedgehog")
+        batch = {"input_ids": ids(2, 10), "decoder_input_ids": ids(2, 7)}
+        chosen = keep_exact_heads(model, batch, 0.5)
+        assert sum(map(len, chosen.values())) == count
+        for name, mechanism in mechanisms(model).items():
+            number = int(name.split(".")[2])
+            assert getattr(mechanism.config, "heads", ()) == chosen.get(number, ())
+
+
 def test_far_fields_learn_by_themselves():
     model, batches = lively(tiny_bert()), make_batches()
     found = []
@@ -321,9 +333,15 @@ def test_mistakes_are_told():
     ]:
         with pytest.raises(ValueError, match=message):
             convert(model, "hedgehog", batches, progress=False, **options)
+    late = torn(batches, 2)  # one for the errors, one to train on
+    with pytest.raises(ValueError, match="linear mechanism"):  # at once, not when the heads are chosen
+        convert(model, {0: "hedgehog", 1: "fmm"}, late, exact_heads=0.25, progress=False)
     patch_model(model, "hedgehog")
     with pytest.raises(ValueError, match="bandwidth would be ignored"):
         convert(model, None, batches, bandwidth=3)
+    keep_exact_heads(model, batches[0])
+    with pytest.raises(ValueError, match="exact already"):
+        convert(model, None, torn(batches, 2), exact_heads=0.25, progress=False)
 
 
 def _convert_a_share(rank, folder, model, batches):

@@ -26,7 +26,7 @@ from ..integration.inputs import Data
 from ..integration.patching import UNTRAINED, Attention
 from ..integration.text_table import text_table
 from .batches import TrainingBatches
-from .heads import Heads, decisive_heads, usual_share
+from .heads import Heads, decisive_heads, linear_layers, usual_share
 from .processes import check_alike, from_first, process_rank
 from .transfer import STATE, Transfer
 
@@ -143,6 +143,8 @@ def convert(
         before = attention_error(model, measure)
         if exact_heads is None:
             exact_heads = usual_share(model)
+        elif exact_heads:
+            linear_layers(model)  # raises ValueError before the training, not after most of it
         transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts, exact_heads)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every

@@ -72,21 +72,45 @@ def decisive_heads(model: nn.Module, batches: Sequence[Batch], share: float) -> 
     """
     if not 0 < share < 1:
         raise ValueError(f"The share of exact heads must be between 0 and 1, not {share!r}.")
-    names = mechanism_sites(model)
-    layers = {site.name: site.index for site in find_attention(model)}
-    chosen: dict[Mechanism, list[int]] = {mechanism: [] for mechanism in names}
-    count = max(1, round(share * sum(mechanism.num_heads for mechanism in names)))
+    layers = linear_layers(model)
+    sizes = {number: min(mechanism.num_heads for mechanism in of) for number, of in layers.items()}
+    chosen: dict[int, list[int]] = {number: [] for number in layers}
+    count = max(1, round(share * sum(sizes.values())))
     for part in range(1, ROUNDS + 1):
-        gains = [gains_of_heads(model, batch, chosen) for batch in batches]
-        ranked = sorted(
-            ((gain, layers[name], head, mechanism) for mechanism, name in names.items()
-             for head, gain in enumerate(torch.stack([each[mechanism] for each in gains]).sum(0).tolist())
-             if head not in chosen[mechanism]),
-            reverse=True,
-        )  # fmt: skip
-        for _, _, head, mechanism in ranked[: math.ceil(count * part / ROUNDS) - sum(map(len, chosen.values()))]:
-            chosen[mechanism].append(head)
-    return {layers[names[mechanism]]: tuple(sorted(heads)) for mechanism, heads in chosen.items() if heads}
+        more = math.ceil(count * part / ROUNDS) - sum(map(len, chosen.values()))
+        if not more:
+            continue
+        exact = {mechanism: chosen[number] for number, of in layers.items() for mechanism in of}
+        found = [gains_of_heads(model, batch, exact) for batch in batches]
+        ranked: list[tuple[float, int, int]] = []
+        for number, of in layers.items():
+            gains = torch.stack([gain[mechanism][: sizes[number]] for gain in found for mechanism in of]).mean(0)
+            ranked += [(gain, number, head) for head, gain in enumerate(gains.tolist()) if head not in chosen[number]]
+        ranked.sort(reverse=True)
+        for _, number, head in ranked[:more]:
+            chosen[number].append(head)
+    return {number: tuple(sorted(heads)) for number, heads in chosen.items() if heads}
+
+
+def linear_layers(model: nn.Module) -> dict[int, list[Mechanism]]:
+    """Return the mechanisms of a patched model by layer number. Raises ValueError if one of them is not linear.
+
+    Modules with the same number, as in an encoder and its decoder, have the same config and thus the same exact heads.
+    """
+    numbers = {site.name: site.index for site in find_attention(model)}
+    layers: dict[int, list[Mechanism]] = {}
+    for mechanism, name in mechanism_sites(model).items():
+        if isinstance(mechanism, ExactHeadsAttention):
+            raise ValueError(
+                "Some heads of this model are exact already. Convert the original model with another share."
+            )
+        if not isinstance(mechanism, LinearMechanism):
+            raise ValueError(
+                f"Exact heads need a linear mechanism such as 'hedgehog' or 'favor+' in all patched layers, but {name} "
+                f"has {mechanism.config.name!r}."
+            )
+        layers.setdefault(numbers[name], []).append(mechanism)
+    return layers
 
 
 def gains_of_heads(
@@ -150,8 +174,6 @@ def set_exact_heads(model: nn.Module, heads: Mapping[int, tuple[int, ...]]) -> N
     mechanisms = {name: mechanism for mechanism, name in mechanism_sites(model).items()}
     document: Any = next(getattr(s.module.config, SPEC) for s in sites if hasattr(s.module.config, SPEC))
     spec = PatchSpec.from_dict(document)
-    if any(isinstance(config, ExactHeadsConfig) for config in spec.by_layer.values()):
-        raise ValueError("Some heads of this model are exact already. Convert the original model with another share.")
     layers = {
         number: ExactHeadsConfig(heads=heads[number], rest=config) if number in heads else config
         for number, config in spec.by_layer.items()

@@ -31,12 +31,12 @@ def tiny_llama(**changes):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | changes)).eval()
 
 
-def tiny_bart():
-    config = transformers.BartConfig(
+def tiny_bart(**changes):
+    config = dict(
         vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0.0,
     )  # fmt: skip
-    return transformers.BartModel(config).eval()
+    return transformers.BartModel(transformers.BartConfig(**config | changes)).eval()
 
 
 MODELS = {"bert": tiny_bert, "gpt2": tiny_gpt2, "llama": tiny_llama}
