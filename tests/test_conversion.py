@@ -12,6 +12,7 @@ from torch import distributed
 
 from hf_rfattn import attention_error, convert, keep_exact_heads, patch_model
 from hf_rfattn.conversion import batches as conversion_batches
+from hf_rfattn.conversion import conversion
 from hf_rfattn.conversion.heads import decisive_heads, gains_of_heads
 from hf_rfattn.integration.error import mechanism_sites, run_batch, run_with_softmax
 from hf_rfattn.mechanisms import Mechanism
@@ -253,6 +254,14 @@ def test_the_heads_that_matter_most_stay_exact(tmp_path):
         keep_exact_heads(learner, batches[0])
     with pytest.raises(ValueError, match="linear mechanism"):
         keep_exact_heads(patch_model(copy.deepcopy(model), "band"), batches[0])
+
+
+def test_all_processes_keep_the_heads_that_the_first_has_chosen(monkeypatch):
+    """Their gains may be rounded in other ways, for instance on another device."""
+    monkeypatch.setattr(conversion, "from_first", lambda value: value if "input_ids" in value else {1: (2, 3)})
+    model, batches = lively(tiny_bert()), make_batches(2)
+    assert convert(model, "hedgehog", batches, steps=2, progress=False).exact_heads == {1: (2, 3)}
+    assert getattr(mechanisms(model)["encoder.layer.1.attention.self"].config, "heads", ()) == (2, 3)
 
 
 def test_modules_with_the_same_number_have_the_same_exact_heads():

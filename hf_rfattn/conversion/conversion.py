@@ -160,7 +160,7 @@ def convert(
             started = time.perf_counter() - transfer.seconds
             while True:
                 if exact_heads and transfer.step >= transfer.apart and not transfer.heads:
-                    transfer.keep_exact(decisive_heads(model, [measure], exact_heads))
+                    transfer.keep_exact(from_first(decisive_heads(model, [measure], exact_heads)))
                 if transfer.finished():
                     break
                 error = transfer.train(next(ahead))
