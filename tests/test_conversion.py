@@ -276,6 +276,15 @@ def test_modules_with_the_same_number_have_the_same_exact_heads():
             assert getattr(mechanism.config, "heads", ()) == chosen.get(number, ())
 
 
+def test_gains_of_heads_in_float16_do_not_overflow():
+    model, batch = patch_model(lively(tiny_bert()), "hedgehog"), make_batches(1)[0]
+    with torch.no_grad():
+        model.encoder.layer[-1].output.LayerNorm.weight.fill_(3000.0)
+    expected = gains_of_heads(model, batch)
+    for gains, wanted in zip(gains_of_heads(model.half(), batch).values(), expected.values(), strict=True):
+        torch.testing.assert_close(gains, wanted, rtol=0.1, atol=0.1 * float(wanted.abs().max()))
+
+
 def test_far_fields_learn_by_themselves():
     model, batches = lively(tiny_bert()), make_batches()
     found = []

@@ -142,11 +142,13 @@ def gains_of_heads(
             handle.remove()
     parts = [_distance(*pair, batch) for pair in zip(map(_states, states), map(_states, targets), strict=True)]
     pairs = [(mechanism, *pair) for mechanism, found in outputs.items() for pair in found]
-    gradients = torch.autograd.grad(torch.stack(parts).sum(), [output for _, output, _ in pairs], allow_unused=True)
+    total = torch.stack(parts).sum()
+    unit = total.detach().sqrt().clamp(min=torch.finfo(total.dtype).tiny)  # keeps gradients in the range of float16
+    gradients = torch.autograd.grad(total / unit, [output for _, output, _ in pairs], allow_unused=True)
     gains = {mechanism: torch.zeros(mechanism.num_heads) for mechanism in outputs}
     for (mechanism, _, change), gradient in zip(pairs, gradients, strict=True):
         if gradient is not None:  # None: not part of the compared states
-            gains[mechanism] -= (gradient.float() * change.float()).sum(dim=(0, 2, 3)).cpu()
+            gains[mechanism] -= (unit * (gradient.float() * change.float()).sum(dim=(0, 2, 3))).cpu()
     return gains
 
 
@@ -161,7 +163,7 @@ def _states(output: Any) -> Tensor:
 def _distance(given: Tensor, target: Tensor, batch: Batch) -> Tensor:
     """Squared distance over all positions that are not padding."""
     square = (given.float() - target.float()).square()
-    for name in ("attention_mask", "decoder_attention_mask"):
+    for name in ("decoder_attention_mask", "attention_mask"):  # the output is that of the decoder, if there is one
         mask = batch.get(name)
         if mask is not None and square.ndim == 3 and mask.shape == square.shape[:2]:
             return (square * mask[..., None].to(square.device)).sum()
