@@ -397,3 +397,7 @@ def test_encoders_with_linear_attention_keep_some_heads_exact_by_default():
     assert share(tiny_bert(), "hedgehog") == 1  # of 8
     assert share(tiny_bert(), "hedgehog", layers=[1]) == 0  # too few
     assert share(tiny_bert(), "fmm") == share(tiny_llama(), "hedgehog") == 0
+    unmarked = tiny_llama()  # attention modules of some decoders do not say that they are causal
+    for layer in unmarked.model.layers:
+        layer.self_attn.is_causal = False
+    assert share(unmarked, "hedgehog") == 0

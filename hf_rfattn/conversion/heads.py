@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..integration.discovery import find_attention
+from ..integration.discovery import find_attention, outermost_models
 from ..integration.error import mechanism_sites, run_batch, run_with_softmax
 from ..integration.inputs import Batch, Data, as_batches
 from ..integration.names import SPEC
@@ -62,7 +62,8 @@ def usual_share(model: nn.Module) -> float:
     """
     mechanisms = mechanism_sites(model)
     linear = all(isinstance(mechanism, LinearMechanism) for mechanism in mechanisms)
-    decoder = any(getattr(site.module, "is_causal", False) for site in find_attention(model))
+    causal = any(getattr(site.module, "is_causal", False) for site in find_attention(model))  # some decoders: False
+    decoder = causal or any(m.can_generate() or m.config.is_encoder_decoder for m in outermost_models(model))
     return SHARE if linear and not decoder and SHARE * sum(m.num_heads for m in mechanisms) >= 1 else 0.0
 
 
