@@ -179,6 +179,22 @@ def test_rounds_end_when_the_error_no_longer_falls(tmp_path):
     assert same(whole, learn(3, 0.1, checkpoint=tmp_path, save_every=4)[1])
 
 
+def test_learning_rates(monkeypatch):
+    """Warm-up and decay of the layers apart, and again, at a lower rate, of each round together."""
+    rates, step = [], torch.optim.Adam.step
+
+    def recorded(optimizer, *arguments):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recorded)
+    monkeypatch.setattr("hf_rfattn.conversion.transfer.ENOUGH", 100.0)
+    options = {"end_to_end": 0.5, "rounds": 2, "learning_rate": 0.1, "exact_heads": 0, "progress": False}
+    convert(tiny_bert(), "hedgehog", make_batches(2), steps=8, **options)
+    apart = [0.1, 0.1, 0.1, 0.0625]
+    assert rates == pytest.approx([*apart, *(0.2 * rate for rate in 2 * apart)])
+
+
 def test_gains_of_heads_are_derivatives_of_the_output_error():
     model, batch = patch_model(lively(tiny_bert()), "hedgehog"), make_batches()[0]
     mask = torch.ones_like(batch["input_ids"])
