@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.attention import build, draw_qkv
 from support.models import tiny_bert
 
 from hf_rfattn import build_mechanism, patch_model
@@ -31,6 +32,16 @@ def test_wide_near_field_is_softmax(name, options, causal, masks):
     mechanism = build_mechanism(name, num_heads=4, num_kv_heads=2, head_dim=8, **options)
     expected = softmax_attention(q, k, v, causal=causal, **MASKS[masks])
     torch.testing.assert_close(mechanism(q, k, v, causal=causal, **MASKS[masks]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masks", [{"causal": True}, {"key_mask": torch.arange(30)[None].expand(2, -1) < 20}])
+def test_exact_heads_are_softmax_and_the_others_are_not_changed(masks):
+    """With grouped queries: heads 0 to 3 read key head 0, heads 4 to 7 key head 1."""
+    mechanism = build(("exact_heads", {"heads": (1, 5, 6)}), heads=8, kv_heads=2)
+    q, k, v = draw_qkv(30, heads=8, kv_heads=2)
+    out, rest = mechanism(q, k, v, **masks), [0, 2, 3, 4, 7]
+    torch.testing.assert_close(out[:, [1, 5, 6]], softmax_attention(q, k, v, **masks)[:, [1, 5, 6]])
+    torch.testing.assert_close(out[:, rest], mechanism.rest(q, k, v, **masks)[:, rest])
 
 
 def test_average_is_the_mean_of_visible_values():
