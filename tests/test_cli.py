@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -276,6 +277,23 @@ def test_patch_and_unpatch_refuse(bert, tmp_path):
     assert "already exists" in failure("patch", bert, "favor+", "-o", tmp_path / "full")
     assert "is not patched" in run("unpatch", bert, "-o", tmp_path / "b", code=2)
     assert "no folder" in failure("unpatch", tmp_path / "nowhere", "-o", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "words", [("patch", "bert", "fmm", "-o"), ("convert", "bert", "fmm", "--data", "texts.txt", "-o"),
+              ("bench", "ops", "--output"), ("study", "mse", "--output")], ids=lambda words: words[0]
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, words):
+    (tmp_path / "file").write_text("mine")
+    assert "file: it is a file. Choose another folder." in failure(*words, tmp_path / "file" / "out")
+
+
+def test_a_damaged_checkpoint(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    said = run("patch", tmp_path / "damaged", "fmm", "-o", tmp_path / "out", code=2)
+    assert "A weights file of the model is damaged; download or copy the model again." in said.splitlines()[-1]
 
 
 def test_measurements_as_json(tmp_path):

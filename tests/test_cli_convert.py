@@ -216,6 +216,8 @@ def test_on_two_processes(bert, texts, tmp_path):
         (["favor+", "trainable=false"], "nothing to train"),
         (["softmax"], "Unknown attention 'softmax'"),
         (["hedgehog", "--layers", "9"], "no layer 9"),
+        (["hedgehog", "--device", "abacus"], "The device 'abacus' is not available."),
+        (["hedgehog", "--learning-rate", "0"], "learning_rate must be above 0, not 0.0."),
         (["hedgehog", "--batch-size", "60"], "has 60 texts; more than --batch-size 60 are needed"),
         (["hedgehog", "--join", "--max-length", "64", "--batch-size", "20"], "blocks of 64 tokens; more than"),
         (["hedgehog", "--column", "review"], "has no column 'review'; it has text. Choose one with --column."),

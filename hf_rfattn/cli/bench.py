@@ -76,9 +76,10 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json
     import matplotlib.figure  # noqa: F401  # raises an error before the measurement if it is missing
     import transformers
 
-    from ..results.documents import without_folders, write_result
+    from ..results.documents import check_writable, without_folders, write_result
     from ..results.report import print_blocks, write_images
 
+    check_writable(output)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with progress_bar("loading") as show:

@@ -20,6 +20,7 @@ EXACT_HEADS = (
 )
 
 
+@errors_without_traceback()
 def convert(
     context: typer.Context,
     model: Model,
@@ -74,7 +75,7 @@ def convert(
     from ..results.documents import name_of, new_result
     from . import converting as work
 
-    with errors_without_traceback(), work.join_processes(device) as chosen:
+    with work.join_processes(device) as chosen:
         columns = column or ["text"]
         if len(columns) > 2 or (join and len(columns) == 2):
             raise ValueError("Give --column once, or twice for pairs of texts; --join works with one column only.")

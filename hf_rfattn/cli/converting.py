@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import extend_positions, longest_input, write_card
+from ..bench.measuring import check_device
 from ..conversion import Conversion
 from ..conversion.processes import check_alike, process_count, process_rank
 from ..hub.cards import CheckpointFolder
 from ..mechanisms import MechanismConfig, resolve_config
-from ..results.documents import RESULTS, read_result, without_folders, write_result
+from ..results.documents import RESULTS, check_writable, read_result, without_folders, write_result
 from ..results.schema import parse_result
 
 STATE = "unfinished"  # subfolder of the output with the checkpoint, deleted at the end
@@ -133,9 +134,12 @@ def make_trainable(config: MechanismConfig, given: list[str]) -> MechanismConfig
 @contextmanager
 def join_processes(device: str | None) -> Iterator[torch.device]:
     """Initialize torch.distributed under torchrun. Yields the device of this process."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone and device is not None:
+        check_device(device)
     gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     chosen = torch.device(device or gpu or "cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if alone:
         yield chosen
         return
     if chosen.type == "cuda":
@@ -208,6 +212,7 @@ def unfinished_settings(output: Path) -> dict[str, Any] | None:
         return read_result(output / STATE / SETTINGS)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another --output.")
+    check_writable(output)
     return None
 
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..install import install_command
 
 WRONG, INTERRUPTED = 2, 130  # exit codes; shells use 130 after Ctrl-C
 TRACEBACK = "HF_RFATTN_TRACEBACK"  # environment variable; if set, errors are shown with their traceback
-USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError)
+USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError, SafetensorError)
 # Optional packages, and the extra that installs each.
 EXTRAS = {"matplotlib": "plots", "rich": "bench", "accelerate": "recipes", "datasets": "recipes"}
 
@@ -33,6 +35,8 @@ def script(hint: str = "", name: str | None = None) -> Iterator[None]:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS:
             message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
+        if isinstance(error, SafetensorError) and "deserializ" in message:
+            message = f"A weights file of the model is damaged; download or copy the model again. ({message})"
         say(message, name)
         sys.exit(WRONG)
     except KeyboardInterrupt as interrupt:

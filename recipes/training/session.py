@@ -35,6 +35,7 @@ import hf_rfattn
 from hf_rfattn.bench.measuring import resident_bytes
 from hf_rfattn.results.documents import (
     RESULTS,
+    check_writable,
     checkpoint_fingerprint,
     name_of,
     new_result,
@@ -209,6 +210,7 @@ def check_output(options: CommonOptions) -> bool:
     Folders that contain other files than those of a run are refused, and so are inputs inside the output folder.
     """
     output = Path(options.output)
+    check_writable(output)
     for name in ("model", "tokenizer", "distill", "data"):
         given = getattr(options, name, None)
         if given and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
