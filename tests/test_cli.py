@@ -296,10 +296,14 @@ def test_a_damaged_checkpoint(bert, tmp_path):
     assert "A weights file of the model is damaged; download or copy the model again." in said.splitlines()[-1]
 
 
-def test_measurements_as_json(tmp_path):
+def test_measurements_as_json(bert, tmp_path):
     words = ("--lengths", 16, "--passes", "forward", "--directions", "causal", "--attention", "average", *QUICK_OPS)
     shown = json.loads(run("bench", "ops", *words, "--output", tmp_path, "--json"))
     assert shown == json.loads((tmp_path / "ops.json").read_text()) and shown["kind"] == "bench ops"
     assert shown["command"].startswith("hf-rfattn bench ops --lengths 16") and "--json" not in shown["command"]
+    quick = ("--lengths", 16, "--passes", "forward", "--attention", "average", "--repetitions", 2, "--threads", 1)
+    shown = json.loads(run("bench", "model", "--model", bert, *quick, "--output", tmp_path, "--json"))
+    assert shown == json.loads((tmp_path / "model_bert.json").read_text()) and shown["kind"] == "bench model"
+    assert json.loads((tmp_path / "speed_bert_average.json").read_text())["command"] == shown["command"]
     shown = json.loads(run("study", "mrf", "--output", tmp_path, "--json"))
     assert shown == json.loads((tmp_path / "mrf.json").read_text())

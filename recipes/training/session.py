@@ -156,8 +156,12 @@ def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path
     try:
         work(session)
     except KeyboardInterrupt:
-        begun = (output / RUN).exists() and not (output / RESULT).exists()
-        raise KeyboardInterrupt("Run the same command with --resume to continue." if begun else "") from None
+        if not (output / RUN).exists() or (output / RESULT).exists():
+            raise
+        saved = any((output / STATES).glob("step-*")) or any((output / TRANSFER).glob("*"))
+        go_on = "Run the same command with --resume to continue from the last checkpoint."
+        again = "No checkpoint was saved yet: the same command with --resume starts from the beginning."
+        raise KeyboardInterrupt(go_on if saved else again) from None
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / RESULT
