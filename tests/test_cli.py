@@ -195,6 +195,7 @@ def test_a_long_text_is_cut_to_what_the_model_takes(bert):
         (("num_feature=3",), "'favor+' has no option 'num_feature' (did you mean 'num_features'?)"),
         (("num_features=many",), "num_features must be an integer, not 'many'."),
         (("num_features=1.5",), "num_features must be an integer, not 1.5."),
+        (("fmm",), "Unexpected argument 'fmm'; write --attention fmm."),
         (("num_features",), "Cannot parse the option 'num_features'; write NAME=VALUE"),
         (("num_features=8", "num_features=16"), "'num_features' is given twice"),
         (("antithetic=true", "num_features=7"), "num_features=7 is odd"),

@@ -14,7 +14,8 @@ WRONG, INTERRUPTED = 2, 130  # exit codes; shells use 130 after Ctrl-C
 TRACEBACK = "HF_RFATTN_TRACEBACK"  # environment variable; if set, errors are shown with their traceback
 USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError, SafetensorError)
 # Optional packages, and the extra that installs each.
-EXTRAS = {"matplotlib": "plots", "rich": "bench", "accelerate": "recipes", "datasets": "recipes"}
+EXTRAS = {"matplotlib": "plots", "rich": "bench"}
+EXTRAS |= dict.fromkeys(("accelerate", "datasets", "scipy", "sentence_transformers"), "recipes")
 
 
 def say(text: str, name: str | None = None) -> None:
@@ -33,8 +34,9 @@ def script(hint: str = "", name: str | None = None) -> Iterator[None]:
             raise
         message = str(error).strip().partition("\n\n")[0] or type(error).__name__
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if package in EXTRAS:
-            message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
+        if package:
+            install = install_command(EXTRAS[package]) if package in EXTRAS else f"`pip install {package}`"
+            message = f"This needs the package {package}; run {install}."
         if isinstance(error, SafetensorError) and "deserializ" in message:
             message = f"A weights file of the model is damaged; download or copy the model again. ({message})"
         say(message, name)
