@@ -67,7 +67,8 @@ def test_commands_of_the_package(bert, tmp_path, monkeypatch, words, where):
 
     monkeypatch.setattr(where, interrupted)
     result = CliRunner().invoke(app, [word.format(bert=bert, out=tmp_path / "out") for word in words])
-    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "hf-rfattn: Interrupted."
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "hf-rfattn: Interrupted. Run the same command to start again."
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())
 
