@@ -177,7 +177,8 @@ def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
 
     assert interrupted(tmp_path / "torn") == "hf-rfattn: Interrupted. Run the same command again to resume."
     stop["at"] = 0
-    assert interrupted(tmp_path / "early") == "hf-rfattn: Interrupted." and not (tmp_path / "early").exists()
+    assert interrupted(tmp_path / "early") == "hf-rfattn: Interrupted. Run the same command to start again."
+    assert not (tmp_path / "early").exists()
     stop["at"] = None
     different = run(*words, "--seed", 1, "-o", tmp_path / "torn", code=2)
     assert "holds an unfinished conversion with seed 0, not 1." in different
@@ -216,6 +217,7 @@ def test_on_two_processes(bert, texts, tmp_path):
         (["favor+", "trainable=false"], "nothing to train"),
         (["softmax"], "Unknown attention 'softmax'"),
         (["hedgehog", "--layers", "9"], "no layer 9"),
+        (["hedgehog", "--extend-positions", "tile"], "--extend-positions needs --max-length"),
         (["hedgehog", "--device", "abacus"], "The device 'abacus' is not available."),
         (["hedgehog", "--learning-rate", "0"], "learning_rate must be above 0, not 0.0."),
         (["hedgehog", "--batch-size", "60"], "has 60 texts; more than --batch-size 60 are needed"),

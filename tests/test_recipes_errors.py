@@ -36,6 +36,7 @@ def refused(capsys, recipe, output, **fields):
     [
         ({"max_length": 65}, "--max-length 65 exceeds the 64 positions of this model. Choose at most 64, or "
          "extend the position table with --extend-positions tile"),
+        ({"extend_positions": "tile"}, "--extend-positions needs --max-length"),
         ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
         ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
         ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be an integer"),

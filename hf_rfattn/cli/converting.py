@@ -157,6 +157,8 @@ def choose_length(
 ) -> int:
     limit = longest_input(model)
     if wanted is None:
+        if extend is not None:
+            raise ValueError("--extend-positions needs --max-length, the length to extend the positions to.")
         return min(USUAL_LENGTH, limit or USUAL_LENGTH, tokenizer.model_max_length)
     if limit is not None and wanted > limit:
         if extend is None:

@@ -160,6 +160,8 @@ def choose_length(
     """
     limit, wanted = hf_rfattn.longest_input(model), options.max_length
     if wanted is None:
+        if options.extend_positions is not None:
+            raise ValueError("--extend-positions needs --max-length, the length to extend the positions to.")
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
         if options.extend_positions is None:
