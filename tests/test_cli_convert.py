@@ -232,6 +232,7 @@ def test_on_two_processes(bert, texts, tmp_path):
             "'me/nowhere', which is not a local file or folder, as a dataset on the Hub, cannot be read",
         ),
         (["hedgehog", "--data", "{folder}/empty"], "has no file in a supported format (.txt, .csv"),
+        (["hedgehog", "--data", "{folder}/blank.txt"], "blank.txt contains no text."),
         (["hedgehog", "--data", "{folder}/text.pdf"], "unknown format '.pdf'; supported: .txt"),
         (["hedgehog", "--data", "{folder}/broken.jsonl"], "broken.jsonl cannot be read: "),
         (["hedgehog", "--data", "{folder}/list.json"], "row 0 must be an object"),
@@ -243,7 +244,7 @@ def test_what_it_refuses(bert, texts, tmp_path, words, message):
     folder = tmp_path / "data"
     (folder / "empty").mkdir(parents=True)
     for name, text in {
-        "text.pdf": "", "broken.jsonl": '{"text": ', "list.json": "[1]", "broken.parquet": "PAR1",
+        "text.pdf": "", "blank.txt": " \n\n", "broken.jsonl": '{"text": ', "list.json": "[1]", "broken.parquet": "PAR1",
         "number.jsonl": '{"text": "a"}\n{"text": 7}\n',
     }.items():  # fmt: skip
         (folder / name).write_text(text)

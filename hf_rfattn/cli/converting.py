@@ -56,6 +56,8 @@ def read_texts(
             f"{data!r}, which is not a local file or folder, as a dataset on the Hub,", data, config, split=split
         )
     rows = [row for row in itertools.islice(_cells(found, columns, data), most) if all(cell.strip() for cell in row)]
+    if not rows:
+        raise ValueError(f"--data {data} contains no text.")
     fingerprint = hashlib.sha256("".join(map(json.dumps, rows)).encode()).hexdigest()
     return rows, {"name": name, "config": config, "split": split, "fingerprint": fingerprint}
 
@@ -174,10 +176,12 @@ def make_batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, 
     """Create the DataLoader of this process. `blocks`: join the texts and split them into at most this many blocks."""
     rows: Any = texts if blocks is None else _blocks(texts, tokenizer, length, blocks)
     if len(rows) <= batch_size:
-        what = "texts" if blocks is None else f"blocks of {length} tokens"
+        what, smaller = "texts", "--batch-size"
+        if blocks is not None:
+            what, smaller = f"blocks of {length} tokens", "--batch-size or --max-length"
         raise ValueError(
             f"--data has {len(rows)} {what}; more than --batch-size {batch_size} are needed, since one batch "
-            "is held out to measure errors. Give more text, or a smaller --batch-size or --max-length."
+            f"is held out to measure errors. Give more text, or a smaller {smaller}."
         )
     if tokenizer.pad_token is None:  # any token will do, since padding is masked
         tokenizer = copy.deepcopy(tokenizer)  # saved without this change
