@@ -45,9 +45,8 @@ def same(first, second):
 
 def test_defaults_are_those_of_the_function():
     own, function = (inspect.signature(f).parameters for f in (convert, hf_rfattn.convert))
-    assert [own[name].default for name in ("steps", "batch_size")] == [
-        function[name].default for name in ("steps", "batch_size")
-    ]
+    for name in ("steps", "rounds", "exact_heads", "batch_size", "learning_rate"):
+        assert own[name].default == function[name].default
 
 
 def test_from_text_to_a_model_that_loads_as_it_was(bert, texts, tmp_path, monkeypatch):
