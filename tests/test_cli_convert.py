@@ -253,6 +253,13 @@ def test_what_it_refuses(bert, texts, tmp_path, words, message):
     assert message in said.splitlines()[-1] and not (tmp_path / "out").exists()
 
 
+def test_a_model_without_tokenizer(bert, texts, tmp_path):
+    """transformers creates a tokenizer that knows special tokens only."""
+    transformers.AutoModelForMaskedLM.from_pretrained(bert).save_pretrained(tmp_path / "bare")
+    said = run("convert", tmp_path / "bare", "hedgehog", "--data", texts, "-o", tmp_path / "out", code=2)
+    assert "has no tokenizer, which is needed to read text" in said.splitlines()[-1]
+
+
 def test_folders_of_others_are_refused(bert, texts, tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     said = failure("convert", bert, "hedgehog", "--data", texts, "-o", tmp_path)

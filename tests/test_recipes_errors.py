@@ -8,6 +8,7 @@ import finetune_lm
 import finetune_snli
 import pytest
 import training.run
+import transformers
 from datasets import Dataset
 from support import sample
 from support.recipes import run_apart, run_here
@@ -59,6 +60,13 @@ def test_told_before_training(bert, tmp_path, capsys, monkeypatch, fields, messa
         "training.session.importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda _: None))
     )
     assert message in refused(capsys, SNLI, tmp_path / "out", **{"model": bert, **QUICK, **fields})
+
+
+def test_a_model_without_tokenizer(bert, tmp_path, capsys):
+    """transformers creates a tokenizer that knows special tokens only."""
+    transformers.AutoModel.from_pretrained(bert).save_pretrained(tmp_path / "bare")
+    said = refused(capsys, SNLI, tmp_path / "out", **{"model": str(tmp_path / "bare"), **QUICK})
+    assert "bare has no tokenizer" in said
 
 
 def test_labels_outside_the_range(bert, tmp_path, capsys):

@@ -33,11 +33,18 @@ def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConf
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
     """Load the tokenizer. If it has no padding token, as in GPT-2, use another token, since padding is masked."""
-    option = "--tokenizer" if options.tokenizer else "--model"
-    tokenizer = read(option, AutoTokenizer, options.tokenizer or options.model)
+    option, name = ("--tokenizer", options.tokenizer) if options.tokenizer else ("--model", options.model)
+    tokenizer = read(option, AutoTokenizer, name)
+    check_vocabulary(tokenizer, f"{option} {name}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, of: str) -> None:
+    """Raise ValueError for the tokenizer that transformers creates if a model has none. It knows special tokens only."""
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise ValueError(f"{of} has no tokenizer. Save one in this folder, or choose one with --tokenizer.")
 
 
 def load_model(
