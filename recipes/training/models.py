@@ -42,7 +42,7 @@ def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, of: str) -> None:
-    """Raise ValueError for the tokenizer that transformers creates if a model has none. It knows special tokens only."""
+    """Raise ValueError for a tokenizer of special tokens only, which transformers creates if a model has none."""
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise ValueError(f"{of} has no tokenizer. Save one in this folder, or choose one with --tokenizer.")
 
