@@ -289,6 +289,11 @@ def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, words):
     assert "file: it is a file. Choose another folder." in failure(*words, tmp_path / "file" / "out")
 
 
+def test_an_encoder_does_not_generate(bert, tmp_path):
+    said = run("bench", "decode", "--model", bert, "--contexts", 8, "--tokens", 1, "--output", tmp_path / "out", code=2)
+    assert "is an encoder (bert), and cannot generate. Choose a decoder." in said
+
+
 def test_a_damaged_checkpoint(bert, tmp_path):
     shutil.copytree(bert, tmp_path / "damaged")
     weights = tmp_path / "damaged" / "model.safetensors"

@@ -69,6 +69,16 @@ def test_a_model_without_tokenizer(bert, tmp_path, capsys):
     assert "bare has no tokenizer" in said
 
 
+@pytest.mark.parametrize("recipe", ["finetune_lm.py", "evaluate_lm.py"])
+def test_an_encoder_is_no_language_model(bert, tmp_path, recipe):
+    """With a language modelling head, every token would see those to predict."""
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"text": "good film"}\n' * 99)
+    lengths = ["--lengths", 20] if recipe == "evaluate_lm.py" else []
+    done = run_apart(recipe, "--model", bert, "--data", tmp_path, "--output", tmp_path / "out", *lengths, check=False)
+    assert done.returncode == 2 and "is an encoder (bert), and cannot generate. Choose a decoder." in done.stderr
+
+
 def test_labels_outside_the_range(bert, tmp_path, capsys):
     rows = sample.make("snli", "validation")[:20]
     Dataset.from_list(rows).to_parquet(tmp_path / "validation.parquet")
