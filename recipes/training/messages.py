@@ -4,8 +4,7 @@ import os
 import sys
 from typing import Any
 
-from hf_rfattn.install import install_command
-from hf_rfattn.results.messages import TRACEBACK, say, script
+from hf_rfattn.results.messages import TRACEBACK, install_command, say, script
 
 __all__ = ["script"]
 
