@@ -25,7 +25,15 @@ from datasets import Dataset
 from torch import Tensor
 from training.classification import CORRELATIONS, measure
 from training.data import SUBSET_SEED, Source, check_texts, find_source, take
-from training.models import Collator, attention_of, choose_length, load_tokenizer, read_config, set_attention
+from training.models import (
+    Collator,
+    attention_of,
+    check_vocabulary,
+    choose_length,
+    load_tokenizer,
+    read_config,
+    set_attention,
+)
 from training.options import SEQUENCE_PARALLEL, TransferOptions, described
 from training.session import MODEL, Session, peak_memory, run_recipe, whole_folder
 from training.task import MODEL_INPUTS, TrainingOrder, as_document, check_share, model_inputs, shared_batches
@@ -195,6 +203,7 @@ def load_encoder(options: EmbeddingOptions, device: torch.device) -> Any:
         )
     if options.tokenizer is not None:
         encoder.tokenizer = load_tokenizer(options)
+    check_vocabulary(encoder.tokenizer, f"--model {name}")
     return encoder.eval()
 
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 import hf_rfattn
 from hf_rfattn import MechanismConfig
 from hf_rfattn.bench.decode import cache_bytes
+from hf_rfattn.bench.loading import check_decoder
 from hf_rfattn.bench.measuring import synchroniser
 from hf_rfattn.results.documents import rounded, write_result
 from hf_rfattn.results.report import DASH, Table, in_bytes, number, print_blocks, times
@@ -97,6 +98,7 @@ def evaluate(session: Session) -> None:
     tokenizer = load_tokenizer(options)
     model = read("--model", AutoModelForCausalLM, options.model, dtype=getattr(torch, options.dtype))
     model.to(session.accelerator.device).eval()
+    check_decoder(model, f"--model {options.model}")
     choose_length(model, options, options.lengths[-1], tokenizer)
     source = find_source(options.data, "Salesforce/wikitext", options.data_config, options.data_name)
     splits = [options.split, *([options.transfer_split] if options.transfer_steps else [])]

@@ -19,6 +19,7 @@ from training.run import main
 from training.task import Prepared, Task
 from transformers import AutoModelForCausalLM
 
+from hf_rfattn.bench.loading import check_decoder
 from hf_rfattn.results.documents import name_of
 from hf_rfattn.results.schema import Metric
 
@@ -66,6 +67,7 @@ class LanguageTask(Task):
             model = AutoModelForCausalLM.from_config(config)
         else:
             model = load_model(AutoModelForCausalLM, options, tokenizer)
+        check_decoder(model, f"--model {options.model}")
         length = choose_length(model, options, USUAL_LENGTH, tokenizer)
         self.num_bytes = {split: sum(len(text.encode()) for text in examples[split]["text"][:])}
         train = split_blocks(tokens_of(examples["train"], tokenizer), length)

@@ -14,6 +14,8 @@ import typer
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_rfattn.results.documents import check_writable
+
 BATCH = 100
 
 
@@ -27,6 +29,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Sample texts from a language model at temperature 1, starting from its first token."""
+    check_writable(output)
     if output.exists() and any(output.iterdir()):
         raise typer.BadParameter(f"{output} is not empty; choose another folder.", param_hint="--output")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

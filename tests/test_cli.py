@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -194,6 +195,7 @@ def test_a_long_text_is_cut_to_what_the_model_takes(bert):
         (("num_feature=3",), "'favor+' has no option 'num_feature' (did you mean 'num_features'?)"),
         (("num_features=many",), "num_features must be an integer, not 'many'."),
         (("num_features=1.5",), "num_features must be an integer, not 1.5."),
+        (("fmm",), "Unexpected argument 'fmm'; write --attention fmm."),
         (("num_features",), "Cannot parse the option 'num_features'; write NAME=VALUE"),
         (("num_features=8", "num_features=16"), "'num_features' is given twice"),
         (("antithetic=true", "num_features=7"), "num_features=7 is odd"),
@@ -278,10 +280,36 @@ def test_patch_and_unpatch_refuse(bert, tmp_path):
     assert "no folder" in failure("unpatch", tmp_path / "nowhere", "-o", tmp_path / "b")
 
 
-def test_measurements_as_json(tmp_path):
+@pytest.mark.parametrize(
+    "words", [("patch", "bert", "fmm", "-o"), ("convert", "bert", "fmm", "--data", "texts.txt", "-o"),
+              ("bench", "ops", "--output"), ("study", "mse", "--output")], ids=lambda words: words[0]
+)  # fmt: skip
+def test_an_output_that_cannot_be_written_is_refused_first(tmp_path, words):
+    (tmp_path / "file").write_text("mine")
+    assert "file: it is a file. Choose another folder." in failure(*words, tmp_path / "file" / "out")
+
+
+def test_an_encoder_does_not_generate(bert, tmp_path):
+    said = run("bench", "decode", "--model", bert, "--contexts", 8, "--tokens", 1, "--output", tmp_path / "out", code=2)
+    assert "is an encoder (bert), and cannot generate. Choose a decoder." in said
+
+
+def test_a_damaged_checkpoint(bert, tmp_path):
+    shutil.copytree(bert, tmp_path / "damaged")
+    weights = tmp_path / "damaged" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    said = run("patch", tmp_path / "damaged", "fmm", "-o", tmp_path / "out", code=2)
+    assert "A weights file of the model is damaged; download or copy the model again." in said.splitlines()[-1]
+
+
+def test_measurements_as_json(bert, tmp_path):
     words = ("--lengths", 16, "--passes", "forward", "--directions", "causal", "--attention", "average", *QUICK_OPS)
     shown = json.loads(run("bench", "ops", *words, "--output", tmp_path, "--json"))
     assert shown == json.loads((tmp_path / "ops.json").read_text()) and shown["kind"] == "bench ops"
     assert shown["command"].startswith("hf-rfattn bench ops --lengths 16") and "--json" not in shown["command"]
+    quick = ("--lengths", 16, "--passes", "forward", "--attention", "average", "--repetitions", 2, "--threads", 1)
+    shown = json.loads(run("bench", "model", "--model", bert, *quick, "--output", tmp_path, "--json"))
+    assert shown == json.loads((tmp_path / "model_bert.json").read_text()) and shown["kind"] == "bench model"
+    assert json.loads((tmp_path / "speed_bert_average.json").read_text())["command"] == shown["command"]
     shown = json.loads(run("study", "mrf", "--output", tmp_path, "--json"))
     assert shown == json.loads((tmp_path / "mrf.json").read_text())

@@ -45,9 +45,8 @@ def same(first, second):
 
 def test_defaults_are_those_of_the_function():
     own, function = (inspect.signature(f).parameters for f in (convert, hf_rfattn.convert))
-    assert [own[name].default for name in ("steps", "batch_size")] == [
-        function[name].default for name in ("steps", "batch_size")
-    ]
+    for name in ("steps", "rounds", "exact_heads", "batch_size", "learning_rate"):
+        assert own[name].default == function[name].default
 
 
 def test_from_text_to_a_model_that_loads_as_it_was(bert, texts, tmp_path, monkeypatch):
@@ -177,7 +176,8 @@ def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
 
     assert interrupted(tmp_path / "torn") == "hf-rfattn: Interrupted. Run the same command again to resume."
     stop["at"] = 0
-    assert interrupted(tmp_path / "early") == "hf-rfattn: Interrupted." and not (tmp_path / "early").exists()
+    assert interrupted(tmp_path / "early") == "hf-rfattn: Interrupted. Run the same command to start again."
+    assert not (tmp_path / "early").exists()
     stop["at"] = None
     different = run(*words, "--seed", 1, "-o", tmp_path / "torn", code=2)
     assert "holds an unfinished conversion with seed 0, not 1." in different
@@ -216,6 +216,9 @@ def test_on_two_processes(bert, texts, tmp_path):
         (["favor+", "trainable=false"], "nothing to train"),
         (["softmax"], "Unknown attention 'softmax'"),
         (["hedgehog", "--layers", "9"], "no layer 9"),
+        (["hedgehog", "--extend-positions", "tile"], "--extend-positions needs --max-length"),
+        (["hedgehog", "--device", "abacus"], "The device 'abacus' is not available."),
+        (["hedgehog", "--learning-rate", "0"], "learning_rate must be above 0, not 0.0."),
         (["hedgehog", "--batch-size", "60"], "has 60 texts; more than --batch-size 60 are needed"),
         (["hedgehog", "--join", "--max-length", "64", "--batch-size", "20"], "blocks of 64 tokens; more than"),
         (["hedgehog", "--column", "review"], "has no column 'review'; it has text. Choose one with --column."),
@@ -228,6 +231,7 @@ def test_on_two_processes(bert, texts, tmp_path):
             "'me/nowhere', which is not a local file or folder, as a dataset on the Hub, cannot be read",
         ),
         (["hedgehog", "--data", "{folder}/empty"], "has no file in a supported format (.txt, .csv"),
+        (["hedgehog", "--data", "{folder}/blank.txt"], "blank.txt contains no text."),
         (["hedgehog", "--data", "{folder}/text.pdf"], "unknown format '.pdf'; supported: .txt"),
         (["hedgehog", "--data", "{folder}/broken.jsonl"], "broken.jsonl cannot be read: "),
         (["hedgehog", "--data", "{folder}/list.json"], "row 0 must be an object"),
@@ -239,7 +243,7 @@ def test_what_it_refuses(bert, texts, tmp_path, words, message):
     folder = tmp_path / "data"
     (folder / "empty").mkdir(parents=True)
     for name, text in {
-        "text.pdf": "", "broken.jsonl": '{"text": ', "list.json": "[1]", "broken.parquet": "PAR1",
+        "text.pdf": "", "blank.txt": " \n\n", "broken.jsonl": '{"text": ', "list.json": "[1]", "broken.parquet": "PAR1",
         "number.jsonl": '{"text": "a"}\n{"text": 7}\n',
     }.items():  # fmt: skip
         (folder / name).write_text(text)
@@ -247,6 +251,13 @@ def test_what_it_refuses(bert, texts, tmp_path, words, message):
         word.format(folder=folder) for word in words
     ), code=2)  # fmt: skip
     assert message in said.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+def test_a_model_without_tokenizer(bert, texts, tmp_path):
+    """transformers creates a tokenizer that knows special tokens only."""
+    transformers.AutoModelForMaskedLM.from_pretrained(bert).save_pretrained(tmp_path / "bare")
+    said = run("convert", tmp_path / "bare", "hedgehog", "--data", texts, "-o", tmp_path / "out", code=2)
+    assert "has no tokenizer, which is needed to read text" in said.splitlines()[-1]
 
 
 def test_folders_of_others_are_refused(bert, texts, tmp_path):

@@ -65,7 +65,7 @@ def test_extras_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for package, extra in EXTRAS.items():
         named = [re.split(r"[<>=]", requirement)[0] for requirement in project["optional-dependencies"][extra]]
-        assert package in named
+        assert package.replace("_", "-") in named
     assert not set(EXTRAS) & {re.split(r"[<>=]", requirement)[0] for requirement in project["dependencies"]}
 
 
@@ -92,6 +92,18 @@ def test_a_command_names_the_extra_before_it_measures(package, words):
     done = command([package], *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"needs the package {package}; run {install_command(EXTRAS[package])}" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["accelerate", "sklearn", "sentence_transformers"])
+def test_a_recipe_names_the_extra(package, tmp_path):
+    """Most packages are needed on import, sentence-transformers only for embeddings."""
+    tiny_bert().save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    code = "import runpy; sys.path.insert(0, 'recipes'); sys.argv[:2] = ['recipe.py']; "
+    code += "runpy.run_path('recipes/evaluate_embeddings.py', run_name='__main__')"
+    done = run(code, [package], "--model", tmp_path / "bert", "--data", tmp_path, "--output", tmp_path / "out")
+    assert done.returncode and "Traceback" not in done.stderr
+    assert install_command("recipes") in done.stderr.splitlines()[-1] and package in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

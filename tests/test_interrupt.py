@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 from support import sample
 from support.commands import run
 from support.recipes import ROOT, environment
-from training import messages
+from training import messages, session
+from training.options import CommonOptions
 from typer.testing import CliRunner
 
 from hf_rfattn.cli import app
@@ -66,7 +67,8 @@ def test_commands_of_the_package(bert, tmp_path, monkeypatch, words, where):
 
     monkeypatch.setattr(where, interrupted)
     result = CliRunner().invoke(app, [word.format(bert=bert, out=tmp_path / "out") for word in words])
-    assert result.exit_code == 130 and result.stderr.splitlines()[-1] == "hf-rfattn: Interrupted."
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "hf-rfattn: Interrupted. Run the same command to start again."
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists() and not list(tmp_path.iterdir())
 
@@ -83,6 +85,20 @@ def test_scripts_that_typer_runs(script, tmp_path, monkeypatch):
     words = ["--output", str(tmp_path / "out"), "--model", "x"]
     result = CliRunner().invoke(made, words)
     assert result.exit_code == 130 and result.stderr.count("\n") == 1 and "Interrupted." in result.stderr
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_recipe_says_whether_there_is_a_checkpoint(tmp_path, capsys, saved):
+    def interrupted(begun):
+        begun.open_output()
+        if saved:
+            (tmp_path / "out" / session.STATES / "step-00000004").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit), messages.script():
+        session.in_session(CommonOptions(output=str(tmp_path / "out")), "task", interrupted)
+    expected = "to continue from the last checkpoint." if saved else "starts from the beginning."
+    assert capsys.readouterr().err.endswith(expected + "\n")
 
 
 def test_other_errors_are_shown_as_ever(capsys):

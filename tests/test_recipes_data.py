@@ -63,6 +63,8 @@ def test_what_data_means():
     assert (other.hub_name, other.config, other.name) == ("me/mine", "rte", "called so")
     with pytest.raises(ValueError, match="is not a folder or file, nor a name on the Hub"):
         find_source("./nowhere", "nyu-mll/glue", "rte", None)
+    with pytest.raises(ValueError, match=r"unknown format '.py'; supported: .parquet, .json"):
+        find_source(__file__, "nyu-mll/glue", "rte", None)
     with pytest.raises(ValueError, match="me/mine, split 'train', cannot be read"):
         find_source("me/mine", "a/b", None, None).load("train", ["label"])
 

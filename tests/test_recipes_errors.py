@@ -8,6 +8,7 @@ import finetune_lm
 import finetune_snli
 import pytest
 import training.run
+import transformers
 from datasets import Dataset
 from support import sample
 from support.recipes import run_apart, run_here
@@ -36,6 +37,7 @@ def refused(capsys, recipe, output, **fields):
     [
         ({"max_length": 65}, "--max-length 65 exceeds the 64 positions of this model. Choose at most 64, or "
          "extend the position table with --extend-positions tile"),
+        ({"extend_positions": "tile"}, "--extend-positions needs --max-length"),
         ({"attention": "favour"}, "Unknown attention 'favour' (did you mean 'favor'"),
         ({"attention": "favor+", "attention_options": ["features=3"]}, "'favor+' has no option 'features'"),
         ({"attention": "favor+", "attention_options": ["num_features=many"]}, "num_features must be an integer"),
@@ -58,6 +60,23 @@ def test_told_before_training(bert, tmp_path, capsys, monkeypatch, fields, messa
         "training.session.importlib", types.SimpleNamespace(util=types.SimpleNamespace(find_spec=lambda _: None))
     )
     assert message in refused(capsys, SNLI, tmp_path / "out", **{"model": bert, **QUICK, **fields})
+
+
+def test_a_model_without_tokenizer(bert, tmp_path, capsys):
+    """transformers creates a tokenizer that knows special tokens only."""
+    transformers.AutoModel.from_pretrained(bert).save_pretrained(tmp_path / "bare")
+    said = refused(capsys, SNLI, tmp_path / "out", **{"model": str(tmp_path / "bare"), **QUICK})
+    assert "bare has no tokenizer" in said
+
+
+@pytest.mark.parametrize("recipe", ["finetune_lm.py", "evaluate_lm.py"])
+def test_an_encoder_is_no_language_model(bert, tmp_path, recipe):
+    """With a language modelling head, every token would see those to predict."""
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"text": "good film"}\n' * 99)
+    lengths = ["--lengths", 20] if recipe == "evaluate_lm.py" else []
+    done = run_apart(recipe, "--model", bert, "--data", tmp_path, "--output", tmp_path / "out", *lengths, check=False)
+    assert done.returncode == 2 and "is an encoder (bert), and cannot generate. Choose a decoder." in done.stderr
 
 
 def test_labels_outside_the_range(bert, tmp_path, capsys):

@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 from ..integration.cache import RecurrentLayer
 from ..ops.multipole_causal import Context
 from ..results.schema import SOFTMAX
-from .loading import describe, load_model, named_configs, share_weights
+from .loading import check_decoder, describe, load_model, named_configs, share_weights
 from .measuring import COMPILED, Competitor, Document, Progress, Race, Row, measure_rounds, measuring
 from .report import report
 from .settings import DecodeSettings
@@ -62,6 +62,7 @@ def measure(settings: DecodeSettings, progress: Progress = lambda share, doing: 
         progress(0, f"loading {settings.model}")
         place: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device}
         model = load_model(settings.model, longest, kind=AutoModelForCausalLM, **place)
+        check_decoder(model, settings.model)
         models = share_weights(model, attention, settings.seed)
         result["model"] = describe(model, settings.model, settings.dtype)
         result["attention"] = {name: config.to_dict() for name, config in attention.items()}

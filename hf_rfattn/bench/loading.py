@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .. import patch_model, unpatch_model
+from ..integration.cost import is_causal
 from ..integration.discovery import find_attention
 from ..integration.positions import learned_positions
 from ..integration.reading import load_config, model_class
@@ -54,6 +55,14 @@ def load_model(name: str, length: int, *, dtype: str, device: str, kind: Any = N
     model.set_attn_implementation("sdpa")
     nn.Module.to(model, device=device, dtype=DTYPES[dtype])
     return model.eval()
+
+
+def check_decoder(model: PreTrainedModel, given: str) -> None:
+    """Raise ValueError for an encoder, loaded as `given`. transformers gives it a language modelling head, under which
+    every token sees those to predict.
+    """
+    if getattr(model.config, "is_decoder", None) is False and not any(map(is_causal, find_attention(model))):
+        raise ValueError(f"{given} is an encoder ({model.config.model_type}), and cannot generate. Choose a decoder.")
 
 
 def share_weights(model: PreTrainedModel, mechanisms: Mapping[str, Any], seed: int) -> dict[str, PreTrainedModel]:

@@ -41,10 +41,7 @@ def measuring(kind: str, settings: Settings) -> Iterator[Document]:
     """Yield a result document to fill, with the threads, seed and backend of the settings."""
     if settings.dtype not in DTYPES:
         raise ValueError(f"Unknown dtype {settings.dtype!r}; choose one of {', '.join(DTYPES)}.")
-    try:
-        torch.empty(0, device=settings.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {settings.device!r} is not available. {error}") from error
+    check_device(settings.device)
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(threads(settings.threads))
@@ -61,6 +58,14 @@ def measuring(kind: str, settings: Settings) -> Iterator[Document]:
         result |= {"settings": asdict(settings) | model, "warmup": WARMUP, "cells": [], "left_out": []}
         yield result
     result |= {"load_average_end": load_average(), "wall_time_seconds": round(time.perf_counter() - started, 1)}
+
+
+def check_device(name: str) -> None:
+    """Raise ValueError if torch cannot use a device."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"The device {name!r} is not available. {error}") from error
 
 
 @contextmanager

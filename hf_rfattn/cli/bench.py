@@ -76,9 +76,10 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json
     import matplotlib.figure  # noqa: F401  # raises an error before the measurement if it is missing
     import transformers
 
-    from ..results.documents import without_folders, write_result
+    from ..results.documents import check_writable, without_folders, write_result
     from ..results.report import print_blocks, write_images
 
+    check_writable(output)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with progress_bar("loading") as show:
@@ -92,9 +93,9 @@ def _run(benchmark: Any, settings: Settings, output: Path, command: str, as_json
     write_result(document, files[0])
     files += write_images(blocks, output)
     if isinstance(settings, ModelSettings):
-        for attention, document in benchmark.speed_documents(result).items():
+        for attention, speed in benchmark.speed_documents(result).items():
             files.append(output / f"{name.replace('model', 'speed', 1)}_{attention.replace(' ', '_')}.json")
-            write_result(document, files[-1])
+            write_result({**speed, "command": document["command"]}, files[-1])
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return

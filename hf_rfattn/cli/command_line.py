@@ -27,7 +27,7 @@ def example_of(words: str) -> str:
 @contextmanager
 def errors_without_traceback() -> Iterator[None]:
     """Print user errors, Ctrl-C and warnings as one line each."""
-    with script(name="hf-rfattn"), warnings.catch_warnings():
+    with script("Run the same command to start again.", name="hf-rfattn"), warnings.catch_warnings():
         warnings.showwarning = _show_warning
         yield
 

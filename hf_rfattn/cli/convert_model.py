@@ -3,7 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,6 +20,7 @@ EXACT_HEADS = (
 )
 
 
+@errors_without_traceback()
 def convert(
     context: typer.Context,
     model: Model,
@@ -51,9 +52,7 @@ def convert(
         typer.Option(min=0, max=0.99, help=EXACT_HEADS),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all processes.")] = 8,
-    learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Peak learning rate. [default: that of hf_rfattn.convert]")
-    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 0.05,
     layers: Layers = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Run the model in bfloat16 (autocast).")] = False,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:1. [default: a GPU if available]")] = None,
@@ -74,7 +73,7 @@ def convert(
     from ..results.documents import name_of, new_result
     from . import converting as work
 
-    with errors_without_traceback(), work.join_processes(device) as chosen:
+    with work.join_processes(device) as chosen:
         columns = column or ["text"]
         if len(columns) > 2 or (join and len(columns) == 2):
             raise ValueError("Give --column once, or twice for pairs of texts; --join works with one column only.")
@@ -99,11 +98,10 @@ def convert(
         }  # fmt: skip
         with work.state_folder(output, before, settings) as state:
             autocast = torch.autocast(chosen.type, torch.bfloat16) if bf16 else nullcontext()
-            rate: dict[str, Any] = {} if learning_rate is None else {"learning_rate": learning_rate}
             with autocast:
                 done = transfer(
                     loaded.to(chosen), config, batches, steps=steps, rounds=rounds, exact_heads=exact_heads,
-                    seed=seed, layers=layers, checkpoint=state, save_every=work.SAVE_EVERY, **rate,
+                    learning_rate=learning_rate, seed=seed, layers=layers, checkpoint=state, save_every=work.SAVE_EVERY,
                 )  # fmt: skip
             if process_rank() > 0:
                 return

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import extend_positions, longest_input, write_card
+from ..bench.measuring import check_device
 from ..conversion import Conversion
 from ..conversion.processes import check_alike, process_count, process_rank
 from ..hub.cards import CheckpointFolder
 from ..mechanisms import MechanismConfig, resolve_config
-from ..results.documents import RESULTS, read_result, without_folders, write_result
+from ..results.documents import RESULTS, check_writable, read_result, without_folders, write_result
 from ..results.schema import parse_result
 
 STATE = "unfinished"  # subfolder of the output with the checkpoint, deleted at the end
@@ -55,6 +56,8 @@ def read_texts(
             f"{data!r}, which is not a local file or folder, as a dataset on the Hub,", data, config, split=split
         )
     rows = [row for row in itertools.islice(_cells(found, columns, data), most) if all(cell.strip() for cell in row)]
+    if not rows:
+        raise ValueError(f"--data {data} contains no text.")
     fingerprint = hashlib.sha256("".join(map(json.dumps, rows)).encode()).hexdigest()
     return rows, {"name": name, "config": config, "split": split, "fingerprint": fingerprint}
 
@@ -133,9 +136,12 @@ def make_trainable(config: MechanismConfig, given: list[str]) -> MechanismConfig
 @contextmanager
 def join_processes(device: str | None) -> Iterator[torch.device]:
     """Initialize torch.distributed under torchrun. Yields the device of this process."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone and device is not None:
+        check_device(device)
     gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     chosen = torch.device(device or gpu or "cpu")
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if alone:
         yield chosen
         return
     if chosen.type == "cuda":
@@ -153,6 +159,8 @@ def choose_length(
 ) -> int:
     limit = longest_input(model)
     if wanted is None:
+        if extend is not None:
+            raise ValueError("--extend-positions needs --max-length, the length to extend the positions to.")
         return min(USUAL_LENGTH, limit or USUAL_LENGTH, tokenizer.model_max_length)
     if limit is not None and wanted > limit:
         if extend is None:
@@ -168,10 +176,12 @@ def make_batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, 
     """Create the DataLoader of this process. `blocks`: join the texts and split them into at most this many blocks."""
     rows: Any = texts if blocks is None else _blocks(texts, tokenizer, length, blocks)
     if len(rows) <= batch_size:
-        what = "texts" if blocks is None else f"blocks of {length} tokens"
+        what, smaller = "texts", "--batch-size"
+        if blocks is not None:
+            what, smaller = f"blocks of {length} tokens", "--batch-size or --max-length"
         raise ValueError(
             f"--data has {len(rows)} {what}; more than --batch-size {batch_size} are needed, since one batch "
-            "is held out to measure errors. Give more text, or a smaller --batch-size or --max-length."
+            f"is held out to measure errors. Give more text, or a smaller {smaller}."
         )
     if tokenizer.pad_token is None:  # any token will do, since padding is masked
         tokenizer = copy.deepcopy(tokenizer)  # saved without this change
@@ -208,6 +218,7 @@ def unfinished_settings(output: Path) -> dict[str, Any] | None:
         return read_result(output / STATE / SETTINGS)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another --output.")
+    check_writable(output)
     return None
 
 

@@ -28,7 +28,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     typer.echo(f"{'backend':<14}{found['backend']} (HF_RFATTN_BACKEND or hf_rfattn.set_backend)")
     typer.echo("\nFused kernels in this installation:")
     for operator, problem in found["operators"].items():
-        typer.echo(f"  {operator:<12}{problem or 'available'}")
+        typer.echo(f"  {operator:<18}{problem or 'available'}")
     if not found["devices"]:
         typer.echo("\nNo GPU is visible to torch; everything runs on the CPU.")
     for device in found["devices"]:

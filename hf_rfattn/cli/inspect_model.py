@@ -38,8 +38,12 @@ def inspect_model(
     sequence length. Without a text, only the config of the model is read.
     """
     with errors_without_traceback():
-        from ..mechanisms import parse_attention
+        from ..mechanisms import mechanism_names, parse_attention
+        from ..mechanisms.registry import mechanism_aliases
 
+        for word in options or []:
+            if word in (*mechanism_names(), *mechanism_aliases()):
+                raise ValueError(f"Unexpected argument {word!r}; write --attention {word}.")
         counted = parse_numbers("--lengths", lengths, LENGTHS)
         config = parse_attention(attention, options or [])
         if text is not None and text_file is not None:

@@ -74,12 +74,12 @@ def load(name: str) -> tuple[Any, Any]:
     """Load a model, with the class it was saved from, and its tokenizer; None if it has none."""
     import transformers
 
-    from ..integration.reading import load_config, model_class
+    from ..integration.reading import load_config, load_tokenizer, model_class
 
     transformers.logging.set_verbosity_error()
     loaded = model_class(load_config(name)).from_pretrained(name, trust_remote_code=False)
     try:
-        return loaded, transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return loaded, load_tokenizer(name)
     except (OSError, ValueError, KeyError):
         return loaded, None
 

@@ -42,8 +42,10 @@ def study(
     mrf: linear-chain Markov random fields, error of log Z by number of features.
     """
     with errors_without_traceback():
+        from ..results.documents import check_writable
         from ..results.report import print_blocks
 
+        check_writable(output)
         given: dict[str, Any] = {"model": model, "tokens": tokens, "extend": extend}
         given["text_file"] = text_file and str(text_file)
         given = {key: value for key, value in given.items() if value is not None}

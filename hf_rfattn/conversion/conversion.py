@@ -123,6 +123,8 @@ def convert(
     for name, value in {"steps": steps, "rounds": rounds, "save_every": save_every, "batch_size": batch_size}.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+    if not learning_rate > 0:
+        raise ValueError(f"learning_rate must be above 0, not {learning_rate!r}.")
     if not 0 <= end_to_end <= 1:
         raise ValueError(f"end_to_end must be a fraction of the steps between 0 and 1, not {end_to_end!r}.")
     if exact_heads is not None and not 0 <= exact_heads < 1:

@@ -46,8 +46,18 @@ def longest_input(model: Any) -> int | None:
     return learned_positions(model) or getattr(config, "max_position_embeddings", None)
 
 
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a model. Raises ValueError if it has none, for which transformers may create one that knows
+    special tokens only.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise ValueError(f"{name} has no tokenizer, which is needed to read text. Save one in its folder.")
+    return tokenizer
+
+
 def first_tokens(text: str, name: str, model: Any, most: int) -> Any:
     """Encode a text as a batch of one with the tokenizer `name`, truncated to `most` tokens or the model's limit."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer = load_tokenizer(name)
     limits = (tokenizer.model_max_length, longest_input(model), most)
     return tokenizer(text, return_tensors="pt", truncation=True, max_length=min(limit for limit in limits if limit))

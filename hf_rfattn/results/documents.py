@@ -119,9 +119,18 @@ def write_whole(text: str, path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise ValueError if a folder can neither be written to nor created."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "no permission to write to it" if existing.is_dir() else "it is a file"
+        raise ValueError(f"{folder} cannot be used for output because of {existing}: {reason}. Choose another folder.")
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` at the end, or deleted if an error is raised."""
+    check_writable(target.parent)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} already exists and is not an empty folder; choose another one.")
     partial = target.with_name(f".{target.name}.{os.getpid()}")

@@ -11,8 +11,10 @@ from ..install import install_command
 WRONG, INTERRUPTED = 2, 130  # exit codes; shells use 130 after Ctrl-C
 TRACEBACK = "HF_RFATTN_TRACEBACK"  # environment variable; if set, errors are shown with their traceback
 USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError, FloatingPointError)
+DAMAGED = "SafetensorError"  # by name: the environment that builds the docs has no safetensors
 # Optional packages, and the extra that installs each.
-EXTRAS = {"matplotlib": "plots", "rich": "bench", "accelerate": "recipes", "datasets": "recipes"}
+EXTRAS = {"matplotlib": "plots", "rich": "bench"}
+EXTRAS |= dict.fromkeys(("accelerate", "datasets", "scipy", "sentence_transformers"), "recipes")
 
 
 def say(text: str, name: str | None = None) -> None:
@@ -26,13 +28,17 @@ def script(hint: str = "", name: str | None = None) -> Iterator[None]:
     """Print user errors as one line and exit with 2; print Ctrl-C with its message, or `hint`, and exit with 130."""
     try:
         yield
-    except USER_ERRORS as error:
-        if os.environ.get(TRACEBACK):
+    except Exception as error:
+        named = type(error).__name__
+        if os.environ.get(TRACEBACK) or not (isinstance(error, USER_ERRORS) or named == DAMAGED):
             raise
-        message = str(error).strip().partition("\n\n")[0] or type(error).__name__
+        message = str(error).strip().partition("\n\n")[0] or named
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if package in EXTRAS:
-            message = f"This needs the package {package}; run {install_command(EXTRAS[package])}."
+        if package:
+            install = install_command(EXTRAS[package]) if package in EXTRAS else f"`pip install {package}`"
+            message = f"This needs the package {package}; run {install}."
+        if named == DAMAGED and "deserializ" in message:
+            message = f"A weights file of the model is damaged; download or copy the model again. ({message})"
         say(message, name)
         sys.exit(WRONG)
     except KeyboardInterrupt as interrupt:

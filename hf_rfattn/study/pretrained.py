@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from .. import extend_positions, unpatch_model
 from ..bench import loading
 from ..integration.error import softmax_in_place
 from ..integration.positions import learned_positions
-from ..integration.reading import first_tokens, load_config
+from ..integration.reading import first_tokens, load_config, load_tokenizer
 from ..mechanisms import Mechanism
 from ..ops.naive import allowed_pairs, masked_softmax, repeat_heads
 
@@ -72,7 +72,7 @@ def load(name: str | None, text: str, most_tokens: int, extend: bool = False) ->
     model = unpatch_model(AutoModel.from_pretrained(folder, trust_remote_code=False)).float().eval()
     if extend and (learned_positions(model) or most_tokens) < most_tokens:
         extend_positions(model, most_tokens, method="tile")
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load_tokenizer(folder)
         return model, dict(tokenizer(text, return_tensors="pt", truncation=True, max_length=most_tokens))
     return model, dict(first_tokens(text, folder, model, most_tokens))
 

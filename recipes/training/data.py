@@ -54,7 +54,9 @@ def find_source(data: str | None, hub_name: str, config: str | None, name: str |
     if data is None:
         return Source(name or hub_name, hub_name, config)
     folder = Path(data).expanduser()
-    if folder.is_dir() or (folder.is_file() and folder.suffix in FORMATS):
+    if folder.is_file() and folder.suffix not in FORMATS:
+        raise ValueError(f"--data {data}: unknown format {folder.suffix!r}; supported: {', '.join(FORMATS)}.")
+    if folder.exists():
         own = folder.stem if folder.is_file() else folder.resolve().name
         return Source(name or own, hub_name, None, folder)
     if data.startswith((".", "/", "~")) or data.count("/") != 1:

@@ -33,11 +33,18 @@ def read_config(option: str, name: str | None, **changes: Any) -> PreTrainedConf
 
 def load_tokenizer(options: CommonOptions) -> PreTrainedTokenizerBase:
     """Load the tokenizer. If it has no padding token, as in GPT-2, use another token, since padding is masked."""
-    option = "--tokenizer" if options.tokenizer else "--model"
-    tokenizer = read(option, AutoTokenizer, options.tokenizer or options.model)
+    option, name = ("--tokenizer", options.tokenizer) if options.tokenizer else ("--model", options.model)
+    tokenizer = read(option, AutoTokenizer, name)
+    check_vocabulary(tokenizer, f"{option} {name}")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, of: str) -> None:
+    """Raise ValueError for a tokenizer of special tokens only, which transformers creates if a model has none."""
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise ValueError(f"{of} has no tokenizer. Save one in this folder, or choose one with --tokenizer.")
 
 
 def load_model(
@@ -160,6 +167,8 @@ def choose_length(
     """
     limit, wanted = hf_rfattn.longest_input(model), options.max_length
     if wanted is None:
+        if options.extend_positions is not None:
+            raise ValueError("--extend-positions needs --max-length, the length to extend the positions to.")
         return usual if limit is None else min(usual, limit)
     if limit is not None and wanted > limit:
         if options.extend_positions is None:

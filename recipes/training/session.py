@@ -35,6 +35,7 @@ import hf_rfattn
 from hf_rfattn.bench.measuring import resident_bytes
 from hf_rfattn.results.documents import (
     RESULTS,
+    check_writable,
     checkpoint_fingerprint,
     name_of,
     new_result,
@@ -155,8 +156,12 @@ def in_session(options: Any, kind: str, work: Callable[[Session], None]) -> Path
     try:
         work(session)
     except KeyboardInterrupt:
-        begun = (output / RUN).exists() and not (output / RESULT).exists()
-        raise KeyboardInterrupt("Run the same command with --resume to continue." if begun else "") from None
+        if not (output / RUN).exists() or (output / RESULT).exists():
+            raise
+        saved = any((output / STATES).glob("step-*")) or any((output / TRANSFER).glob("*"))
+        go_on = "Run the same command with --resume to continue from the last checkpoint."
+        again = "No checkpoint was saved yet: the same command with --resume starts from the beginning."
+        raise KeyboardInterrupt(go_on if saved else again) from None
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return output / RESULT
@@ -209,6 +214,7 @@ def check_output(options: CommonOptions) -> bool:
     Folders that contain other files than those of a run are refused, and so are inputs inside the output folder.
     """
     output = Path(options.output)
+    check_writable(output)
     for name in ("model", "tokenizer", "distill", "data"):
         given = getattr(options, name, None)
         if given and Path(given).exists() and Path(given).resolve().is_relative_to(output.resolve()):
