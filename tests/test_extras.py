@@ -17,11 +17,12 @@ CODE = """
 import sys
 from importlib.machinery import PathFinder
 
+HIDDEN = sys.argv[1].split(",")
+
 class Finder(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        hidden = name.partition(".")[0] in sys.argv[1].split(",")
-        return None if hidden else PathFinder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in HIDDEN else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[:] = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
 """
