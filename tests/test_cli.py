@@ -204,7 +204,7 @@ def test_a_long_text_is_cut_to_what_the_model_takes(bert):
         (("--lengths", "0"), "must be positive integers"),
         (("--text", "a", "--text-file", "b"), "not both"),
         (("--text", " "), "The text is empty"),
-        (("--text-file", "there/is/none"), "there/is/none"),
+        (("--text-file", "there/is/none"), "There is no file or folder 'there/is/none'."),
     ],
 )
 def test_mistakes(bert, arguments, message):
@@ -213,7 +213,7 @@ def test_mistakes(bert, arguments, message):
 
 def test_not_a_model(tmp_path):
     assert "There is no folder" in failure("inspect", tmp_path / "nothing")
-    assert str(tmp_path) in failure("inspect", tmp_path)
+    assert "it has no config.json" in failure("inspect", tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "model_type" in failure("inspect", tmp_path)
 
@@ -265,6 +265,7 @@ def test_patch_for_longer_inputs_refuses(bert, llama, tmp_path):
         "patch", bert, "favor+", *target, "--max-length", "99", "--positions", "slide", code=2
     )
     assert "already has positions for 64 tokens" in run("patch", bert, "favor+", *target, "--max-length", "9", code=2)
+    assert "--positions needs --max-length" in run("patch", bert, "favor+", *target, "--positions", "tile", code=2)
     assert "rotary" in run("patch", llama, "favor+", *target, "--max-length", "4096", code=2)
     assert not (tmp_path / "new").exists()
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,19 @@ def _place(path: Path, root: Path) -> str:
 
 
 def _commands(root: Path) -> str:
-    """What `--help` says of every command. typer cuts descriptions in lists short, and does not know of examples."""
+    """What `--help` says of every command. typer's own list of commands is not grouped, and cuts descriptions short; it
+    does not know of examples.
+    """
     words = ["-m", "typer", "hf_rfattn.cli", "utils", "docs", "--name", "hf-rfattn", "--title", "Command line"]
     text = subprocess.run([sys.executable, *words], cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout
     first = dict(re.findall(r"(?m)^##+ `hf-rfattn (?:\w+ )?(\w+)`\n\n(.+)$", text))
     text = re.sub(r"(?m)^\* `([a-z]+)`: .*$", lambda found: f"* `{found[1]}`: {first[found[1]]}", text)
-    return re.sub(r"\x08\nExamples?:\n((?:  .*\n?)+)", r"**Example**:\n\n```\n\1```\n", text)
+    words = [sys.executable, "-m", "hf_rfattn", "--help"]
+    shown = subprocess.run(words, cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout
+    groups = [
+        f"**{title}**:\n\n" + "".join(f"* `{name}`: {first[name]}\n" for name in re.findall(r"(?m)^  (\w+)", rows))
+        for title, rows in re.findall(r"(?m)^(\w.*):\n((?:  +\w.*\n?)+)", shown)
+    ]
+    text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+", lambda found: "\n".join(groups), text, count=1)
+    example = r"\x08\nExample:\n((?:  .*\n?)+)"
+    return re.sub(example, lambda found: f"**Example**:\n\n```\n{textwrap.dedent(found[1])}```\n", text)

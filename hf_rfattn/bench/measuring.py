@@ -65,7 +65,9 @@ def check_device(name: str) -> None:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"The device {name!r} is not available. {error}") from error
+        gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        choices = f"Choose cpu or {gpu.type}." if gpu else "Choose cpu: torch finds no GPU."
+        raise ValueError(f"The device {name!r} is not available. {choices}") from error
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="hf-rfattn",
     cls=_Commands,
-    help="Linear-time attention for pretrained models. See also: COMMAND --help",
+    help="Replace the softmax attention of pretrained models. See also: COMMAND --help",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -120,7 +120,7 @@ _add(convert, CHANGE, "convert bert-base-uncased hedgehog --data texts.txt -o ou
 _add(patch, CHANGE, "patch bert-base-uncased multipole exact_keys=256 -o out")
 _add(unpatch, CHANGE, "unpatch out -o original")
 _add(list_mechanisms, MEASURE, "list", "list")
-_add(inspect_model, MEASURE, "inspect bert-base-uncased --attention favor+ num_features=128", "inspect")
+_add(inspect_model, MEASURE, "inspect bert-base-uncased --attention multipole exact_keys=256", "inspect")
 app.add_typer(bench.app, rich_help_panel=MEASURE)
 _add(study, MEASURE, "study heads --model bert-base-uncased")
 _add(doctor, MEASURE, "doctor")

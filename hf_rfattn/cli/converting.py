@@ -176,7 +176,7 @@ def make_batches(texts: Texts, tokenizer: Any, length: int, blocks: int | None, 
     """Create the DataLoader of this process. `blocks`: join the texts and split them into at most this many blocks."""
     rows: Any = texts if blocks is None else _blocks(texts, tokenizer, length, blocks)
     if len(rows) <= batch_size:
-        what, smaller = "texts", "--batch-size"
+        what, smaller = "text" if len(rows) == 1 else "texts", "--batch-size"
         if blocks is not None:
             what, smaller = f"blocks of {length} tokens", "--batch-size or --max-length"
         raise ValueError(

@@ -33,7 +33,9 @@ def patch(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Extend learned positions to this number of tokens.")
     ] = None,
-    positions: Annotated[str, typer.Option(help="How --max-length extends them: tile or interpolate.")] = "tile",
+    positions: Annotated[
+        str | None, typer.Option(help="How --max-length extends them: tile or interpolate. [default: tile]")
+    ] = None,
 ) -> None:
     """Replace the attention of a model; no training.
 
@@ -45,11 +47,13 @@ def patch(
 
         patch_model(loaded, config, layers=layers, cross_attention=cross_attention, seed=seed)
         if max_length is not None:
-            extend_positions(loaded, max_length, method=positions, tokenizer=tokenizer)  # type: ignore[arg-type]
+            extend_positions(loaded, max_length, positions or "tile", tokenizer=tokenizer)  # type: ignore[arg-type]
 
     with errors_without_traceback():
         from ..mechanisms import parse_attention
 
+        if positions is not None and max_length is None:
+            raise ValueError("--positions needs --max-length, the length to extend the positions to.")
         config = parse_attention(attention, options or [])
         _save_changed(model, output, change)
     typer.echo(f"Written: {output}, {model} with {attention} attention. Load it after `import hf_rfattn`.")

@@ -52,8 +52,13 @@ class CheckpointFolder:
     path: Path
 
     def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise ValueError(f"There is no folder {str(self.path)!r}.")
         if not (self.path / CONFIG).is_file():
-            raise ValueError(f"{self.path} is not a checkpoint: it has no {CONFIG}.")
+            raise ValueError(
+                f"{self.path} is not a checkpoint: it has no {CONFIG}. Give a folder that save_pretrained, "
+                "`hf-rfattn patch` or `hf-rfattn convert` has written."
+            )
         if not self.specs:
             raise ValueError(
                 f"{self.path} is not a patched checkpoint: its config.json has no key 'rfattn'. "

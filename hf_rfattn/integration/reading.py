@@ -13,6 +13,8 @@ def load_config(name: str, **changes: Any) -> Any:
     """Load the config of a model in a folder or on the Hub, with some fields changed."""
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"There is no folder {name!r}.")
+    if Path(name).is_dir() and not Path(name, "config.json").is_file():
+        raise ValueError(f"The folder {name!r} contains no model: it has no config.json.")
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     except OSError as error:

@@ -33,6 +33,8 @@ def script(hint: str = "", name: str | None = None) -> Iterator[None]:
         if os.environ.get(TRACEBACK) or not (isinstance(error, USER_ERRORS) or named == DAMAGED):
             raise
         message = str(error).strip().partition("\n\n")[0] or named
+        if isinstance(error, FileNotFoundError) and error.filename:
+            message = f"There is no file or folder {str(error.filename)!r}."
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package:
             install = install_command(EXTRAS[package]) if package in EXTRAS else f"`pip install {package}`"
