@@ -96,6 +96,14 @@ def test_content_order_separates_clusters():
     assert ((blocks == 0) | (blocks == 1)).all()
 
 
+@pytest.mark.parametrize("padding", [0, 5])
+def test_content_order_leaves_the_first_blocks_in_place(padding):
+    y = torch.randn(1, 3, 64, 8)
+    seen = (torch.arange(64) >= padding)[None, None] if padding else None
+    order, _ = orders(y, y, seen, seen, Sizes(8, 16, 2, first=1), "content", 1.0)
+    assert torch.equal(order[..., :8], torch.arange(padding, padding + 8).expand(1, 3, 8))
+
+
 def test_content_code_is_a_gray_code():
     """Corners of a cube, in the order of their codes, differ in one coordinate from the one before."""
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3)
