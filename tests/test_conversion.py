@@ -10,7 +10,7 @@ from support.models import MODELS, ids, lively, mechanisms, tiny_bart, tiny_bert
 from support.recipes import sample_tokenizer
 from torch import distributed
 
-from hf_rfattn import attention_error, convert, keep_exact_heads, patch_model
+from hf_rfattn import FavorConfig, attention_error, calibrate, convert, keep_exact_heads, patch_model
 from hf_rfattn.conversion import batches as conversion_batches
 from hf_rfattn.conversion import conversion
 from hf_rfattn.conversion.heads import decisive_heads, gains_of_heads
@@ -177,14 +177,18 @@ def test_rounds_end_when_the_error_no_longer_falls(tmp_path):
     with pytest.raises(Torn):
         learn(3, 0.1, torn(batches, 13), checkpoint=tmp_path, save_every=4)
     assert same(whole, learn(3, 0.1, checkpoint=tmp_path, save_every=4)[1])
+    with pytest.raises(Torn):
+        learn(4, 1e-6, torn(batches, 13), checkpoint=tmp_path / "stuck", save_every=4)
+    assert learn(4, 1e-6, checkpoint=tmp_path / "stuck", save_every=4)[0] == {15}  # the first round counts
 
 
 def test_learning_rates(monkeypatch):
     """Warm-up and decay of the layers apart, and again, at a lower rate, of each round together."""
-    rates, step = [], torch.optim.Adam.step
+    rates, fresh, step = [], [], torch.optim.Adam.step
 
     def recorded(optimizer, *arguments):
         rates.append(optimizer.param_groups[0]["lr"])
+        fresh.append(not optimizer.state)
         return step(optimizer, *arguments)
 
     monkeypatch.setattr(torch.optim.Adam, "step", recorded)
@@ -193,6 +197,7 @@ def test_learning_rates(monkeypatch):
     convert(tiny_bert(), "hedgehog", make_batches(2), steps=8, **options)
     apart = [0.1, 0.1, 0.1, 0.0625]
     assert rates == pytest.approx([*apart, *(0.2 * rate for rate in 2 * apart)])
+    assert fresh == 3 * [True, False, False, False]
 
 
 def test_gains_of_heads_are_derivatives_of_the_output_error():
@@ -313,6 +318,15 @@ def test_far_fields_learn_by_themselves():
             mechanism.load_state_dict(source.far[0].state_dict())
         found.append(attention_error(far, batches[0]).overall)
     assert all(taught < 0.95 * not_taught for not_taught, taught in zip(*found, strict=True))
+
+
+def test_far_fields_of_optimal_variance_are_calibrated():
+    model, (batch,) = lively(tiny_bert()), make_batches(1)
+    options = {"far": (FavorConfig(variance="optimal"),)}
+    expected = calibrate(patch_model(copy.deepcopy(model), "fmm", **options), batch)
+    convert(model, "fmm", batch, steps=1, progress=False, **options)
+    for own, other in zip(mechanism_sites(model), mechanism_sites(expected), strict=True):
+        assert torch.equal(own.far[0].feature_map.rho, other.far[0].feature_map.rho)
 
 
 def test_processes_share_texts(monkeypatch):
