@@ -15,6 +15,7 @@ from support import sample
 from support.commands import run
 from support.recipes import forget_processes, make_gpt2, run_here
 from training.classification import ClassificationOptions
+from training.models import choose_length
 from training.session import make_accelerator
 from training.teaching import Teacher, add_adapters, make_teacher, without_adapters
 
@@ -82,6 +83,7 @@ def test_transfer_within_a_run(bert, tmp_path, monkeypatch):
     options |= {"save_every": 2}
     whole, result = train(bert, tmp_path / "whole", **options)
     error = result["transfer"]["error"]
+    assert result["transfer"]["steps"] == 10  # no rounds
     assert all(a < b for a, b in zip(error["after"], error["before"], strict=True))
     assert result["attention_error"]["before"]["overall"] == error["before"]
     assert [entry.get("stage") for entry in result["history"]][:2] == ["before training", "after transfer"]
@@ -128,6 +130,21 @@ def test_after_attention_transfer_the_model_is_its_own_teacher(bert, tuned):
     for labels in ({"num_labels": 2}, {"id2label": {0: "a", 1: "b", 2: "c"}}):  # of another task
         other = load(tuned, ignore_mismatched_sizes=True, **labels)
         assert teacher(tuned, other, transfer_steps=1) is None
+
+
+@pytest.mark.parametrize("method", ["tile", "interpolate"])
+def test_the_teacher_of_a_patched_model_is_softmax_with_as_many_positions(tuned, tmp_path, method):
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    student, expected = hf_rfattn.patch_model(load(tuned), "average"), load(tuned)
+    student.save_pretrained(tmp_path)
+    options = ClassificationOptions(model=str(tmp_path), distill="self", max_length=100, extend_positions=method)
+    assert choose_length(student, options, 64) == 100
+    teacher = make_teacher(torch.device("cpu"), student, options).model
+    assert not any(isinstance(module, hf_rfattn.Mechanism) for module in teacher.modules())
+    hf_rfattn.extend_positions(expected, 100, method)
+    for model in (student, teacher):
+        own, table = (m.bert.embeddings.position_embeddings.weight for m in (model, expected))
+        assert torch.equal(own, table)
 
 
 def test_distance_to_the_teacher(tuned):
