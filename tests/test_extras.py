@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from support.models import tiny_bert
 from support.word_tokenizers import tiny_tokenizer
 
 from hf_rfattn.install import PACKAGE, install_command
-from hf_rfattn.results.messages import EXTRAS
+from hf_rfattn.results.messages import EXTRAS, script
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -93,6 +94,12 @@ def test_a_command_names_the_extra_before_it_measures(package, words):
     done = command([package], *words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"needs the package {package}; run {install_command(EXTRAS[package])}" in done.stderr
+
+
+def test_a_missing_part_of_an_installed_package_is_no_missing_package(capsys):
+    with pytest.raises(SystemExit), script():
+        import_module("transformers.of_another_version")
+    assert capsys.readouterr().err.endswith(": No module named 'transformers.of_another_version'\n")
 
 
 @pytest.mark.parametrize("package", ["accelerate", "sklearn", "sentence_transformers"])

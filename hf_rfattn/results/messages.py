@@ -35,8 +35,8 @@ def script(hint: str = "", name: str | None = None) -> Iterator[None]:
         message = str(error).strip().partition("\n\n")[0] or named
         if isinstance(error, FileNotFoundError) and error.filename:
             message = f"There is no file or folder {str(error.filename)!r}."
-        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if package:
+        package = error.name if isinstance(error, ModuleNotFoundError) else None
+        if package and "." not in package:  # otherwise a part of an installed package is missing
             install = install_command(EXTRAS[package]) if package in EXTRAS else f"`pip install {package}`"
             message = f"This needs the package {package}; run {install}."
         if named == DAMAGED and "deserializ" in message:
