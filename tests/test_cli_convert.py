@@ -156,6 +156,24 @@ def test_longer_than_the_positions_of_the_model(bert, texts, tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").max_position_embeddings == 100
 
 
+def test_options_reach_the_function(bert, texts, tmp_path, monkeypatch):
+    given = {}
+
+    def remember(model, config, batches, **options):
+        given.update(options, model=model)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(hf_rfattn, "convert", remember)
+    wanted = {"steps": 7, "rounds": 3, "exact_heads": 0.5, "learning_rate": 0.1, "seed": 5, "layers": "0-1"}
+    words = [word for name, value in wanted.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words += ["--max-length", 100, "--extend-positions", "interpolate", "-o", tmp_path / "out"]
+    assert "enough" in run("convert", bert, "hedgehog", "--data", texts, *words, code=2)
+    expected = hf_rfattn.extend_positions(transformers.AutoModel.from_pretrained(bert), 100, "interpolate")
+    assert same(given.pop("model").state_dict(), expected.state_dict())
+    assert {name: given[name] for name in wanted} == wanted
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
     train = Transfer.train
     stop = {"at": 5}
@@ -179,8 +197,9 @@ def test_an_interrupted_conversion_resumes(bert, texts, tmp_path, monkeypatch):
     assert interrupted(tmp_path / "early") == "hf-rfattn: Interrupted. Run the same command to start again."
     assert not (tmp_path / "early").exists()
     stop["at"] = None
-    different = run(*words, "--seed", 1, "-o", tmp_path / "torn", code=2)
-    assert "holds an unfinished conversion with seed 0, not 1." in different
+    for option, message in {"--seed=1": "seed 0, not 1.", "--bf16": "bf16 False, not True."}.items():
+        said = run(*words, option, "-o", tmp_path / "torn", code=2)
+        assert f"holds an unfinished conversion with {message}" in said
     state = tmp_path / "torn" / converting.STATE / "conversion.pt"
     whole = state.read_bytes()
     state.write_bytes(whole[:-9])

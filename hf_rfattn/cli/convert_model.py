@@ -94,7 +94,8 @@ def convert(
         settings = {
             "model": model, "attention": config.to_dict(), "layers": layers, "data": dataset, "join": join,
             "max_length": length, "steps": steps, "rounds": rounds, "batch_size": batch_size,
-            "exact_heads": exact_heads, "learning_rate": learning_rate, "seed": seed,
+            "exact_heads": exact_heads, "learning_rate": learning_rate, "seed": seed, "bf16": bf16,
+            "extend_positions": extend_positions,
         }  # fmt: skip
         with work.state_folder(output, before, settings) as state:
             autocast = torch.autocast(chosen.type, torch.bfloat16) if bf16 else nullcontext()
