@@ -114,6 +114,7 @@ def linear_layers(model: nn.Module) -> dict[int, list[Mechanism]]:
     return layers
 
 
+@torch.enable_grad()  # also in evaluation code
 def gains_of_heads(
     model: nn.Module, batch: Batch, exact: Mapping[Mechanism, list[int]] | None = None
 ) -> dict[Mechanism, Tensor]:
@@ -136,8 +137,7 @@ def gains_of_heads(
     targets = run_with_softmax(model, batch, lambda *_: None)
     handles = [mechanism.register_forward_hook(remember, with_kwargs=True) for mechanism in outputs]
     try:
-        with torch.enable_grad():
-            states = run_batch(model, batch)
+        states = run_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()
