@@ -47,6 +47,19 @@ def test_sizes_change_nothing(any_sizes, variant, causal):
     assert_same_with_gradients(mechanism, q, k, v, tolerance, causal=causal, key_mask=key_mask, segments=segments)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_tiles_of_traced_code(monkeypatch, packed):
+    """Seven tiles, on scales of their own. The lengths of compiled tests have one or two, which need no rescaling."""
+    monkeypatch.setattr(causal_ops, "traced", lambda: True)
+    monkeypatch.setattr(causal_ops, "TRACED_TILE", 16)
+    mechanism, (q, k, v) = build(("favor+", {}), kv_heads=2), draw_qkv(100, kv_heads=2, size=2.0)
+    masks = {"causal": True, "key_mask": torch.rand(2, 100) > 0.4}
+    if packed:
+        masks["segments"] = (torch.rand(2, 100) > 0.95).long().cumsum(1)
+    torch.testing.assert_close(mechanism(q, k, v, **masks), definition(mechanism, q, k, v, **masks))
+
+
 @every_variant
 def test_sizes_change_nothing_in_generation(any_sizes, variant):
     mechanism = build(variant, kv_heads=2)
