@@ -106,11 +106,20 @@ def test_transfer_within_a_run(bert, tmp_path, monkeypatch):
     assert not (tmp_path / "torn" / "transfer").exists()
 
 
-def test_learning_from_a_softmax_model(bert, tuned, tmp_path):
+def test_random_features_of_optimal_variance_are_calibrated(bert, tmp_path):
+    weights, _ = train(bert, tmp_path, attention="favor+", attention_options=["variance=optimal"], max_steps=1)
+    found = [value for name, value in weights.items() if name.endswith(".rho")]
+    assert len(found) == 2 and all((value != 1).all() for value in found)
+
+
+def test_learning_from_a_softmax_model(bert, tuned, tmp_path, monkeypatch):
     plain, _ = train(bert, tmp_path / "plain", attention="hedgehog")
     taught, _ = train(bert, tmp_path / "taught", attention="hedgehog", distill=tuned, distill_hidden=0.5)
     assert any(not torch.equal(plain[name], taught[name]) for name in plain)
+    quiet = []
+    monkeypatch.setattr(training.run, "disable_dropout", quiet.append)  # dropout would be noise in the loss
     train(tuned, tmp_path / "self", attention="hedgehog", distill="self", max_steps=1)
+    assert len(quiet) == 1
     for fields in ({"distill": "self"}, {"distill": str(tmp_path / "plain" / "model")}, {"distill": "./nowhere"}):
         with pytest.raises(SystemExit):
             train(bert, tmp_path / "wrong", attention="hedgehog", **fields)
