@@ -107,6 +107,14 @@ def set_attention(model: PreTrainedModel, options: CommonOptions) -> None:
         hf_rfattn.unpatch_model(model)
     elif options.attention is not None:
         config = hf_rfattn.parse_attention(options.attention, options.attention_options)
+        if getattr(options, "exact_heads", 0.0):
+            try:
+                hf_rfattn.ExactHeadsConfig(rest=config)
+            except ValueError as error:
+                raise ValueError(
+                    "--exact-heads needs a linear mechanism such as hedgehog or favor+, not "
+                    f"{config.name}. Leave it out, or choose another --attention."
+                ) from error
         hf_rfattn.patch_model(model, config, layers=options.layers, seed=options.seed)
 
 

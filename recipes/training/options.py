@@ -91,6 +91,8 @@ class TransferOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.exact_heads >= 1:
+            raise ValueError(f"--exact-heads is a fraction of all heads and must be below 1, not {self.exact_heads}.")
         if self.exact_heads and not self.transfer_steps:
             raise ValueError("--exact-heads chooses heads during attention transfer; also give --transfer-steps.")
 
