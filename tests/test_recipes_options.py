@@ -56,6 +56,10 @@ def test_fields_are_spelt_as_the_command_line_does():
         (["--batch-size", "0"], "--batch-size must be above 0, not 0"),
         (["--learning-rate", "-1"], "--learning-rate must be above 0"),
         (["--weight-decay", "-1"], "--weight-decay must be at least 0"),
+        (
+            ["--exact-heads", "1", "--transfer-steps", "2"],
+            "--exact-heads is a fraction of all heads and must be below 1",
+        ),
         (["--resume", "--overwrite"], "cannot be combined"),
         (["--eval-split", "train"], "trained on this split"),
         (["--attention", "softmax", "--layers", "0"], "--layers needs a mechanism; choose one"),
