@@ -156,8 +156,9 @@ def test_it_goes_on_where_it_was(tmp_path):
     third = copy.deepcopy(model)
     finished = convert(third, "hedgehog", batches, checkpoint=tmp_path, **options)
     assert same(learnt(whole), learnt(third)) and finished.steps == expected.steps
-    with pytest.raises(ValueError, match=r"another conversion: its settings"):
-        convert(copy.deepcopy(model), "hedgehog", batches, checkpoint=tmp_path, **{**options, "steps": 13})
+    for other in ({"steps": 13}, {"seed": 1}):
+        with pytest.raises(ValueError, match=r"another conversion: its settings"):
+            convert(copy.deepcopy(model), "hedgehog", batches, checkpoint=tmp_path, **{**options, **other})
     with pytest.raises(ValueError, match=r"another conversion: its error before"):
         convert(lively(tiny_bert()), "hedgehog", batches, checkpoint=tmp_path, **options)
 

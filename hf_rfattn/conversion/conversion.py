@@ -147,7 +147,7 @@ def convert(
             exact_heads = usual_share(model)
         elif exact_heads:
             linear_layers(model)  # raises ValueError before the training, not after most of it
-        transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts, exact_heads)
+        transfer = Transfer(model, steps, rounds, learning_rate, end_to_end, parts, exact_heads, seed)
         state = None if checkpoint is None else Path(checkpoint) / STATE
         saved = None if checkpoint is None else save_every
         tensors = [x for mechanism in transfer.names for x in mechanism.state_dict().values()]

@@ -39,6 +39,7 @@ class Transfer:
         end_to_end: float,
         parts: float,
         exact_heads: float,
+        seed: int,
     ):
         self.model, self.steps, self.learning_rate = model, steps, learning_rate
         self.apart, self.parts = steps - int(end_to_end * steps), parts
@@ -60,6 +61,7 @@ class Transfer:
             "end_to_end": end_to_end,
             "exact_heads": exact_heads,
             "parts": parts,
+            "seed": seed,
         }
         self.settings = {**numbers, "layers": configs}
         self.step = 0
