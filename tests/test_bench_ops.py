@@ -1,7 +1,9 @@
 """`bench ops` at toy size: what it times and writes. Nothing here asserts a time."""
 
 import json
+from itertools import pairwise
 
+import matplotlib.text
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -143,6 +145,20 @@ def test_a_crossover_is_marked_where_the_lines_cross():
     ring = next(line for line in panel.lines if line.get_fillstyle() == "none")
     assert ring.get_xdata()[0] == 323 and ring.get_ydata()[0] == pytest.approx(6.35, rel=0.01)
     assert [text.get_text() for text in panel.texts] == ["323"]
+
+
+def test_break_even_labels_do_not_overlap_each_other_or_the_lines():
+    lengths, marks = [1024, 4096, 16384], [1037, 1103, 1107, 1598, 1727]
+    lines = [plotting.Line("softmax", lengths, [30, 50, 300]), plotting.Line("favor+", lengths, [30, 28, 28])]
+    panel = plotting.Panel("", "length", "ms", lines, break_even=[(length, "favor+") for length in marks])
+    figure = plotting.draw("", [[panel]])
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    (axes,) = figure.axes
+    boxes = [matplotlib.text.Text.get_window_extent(text, renderer) for text in axes.texts]
+    assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+    assert axes.bbox.x0 < boxes[0].x0 and boxes[-1].x1 < axes.bbox.x1
+    assert max(box.y1 for box in boxes) < axes.transData.transform((1024, 28))[1]
 
 
 @pytest.mark.parametrize("processor", ["CPU", "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz, of a virtual machine"])

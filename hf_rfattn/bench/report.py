@@ -141,4 +141,4 @@ def _subject(result: Document) -> str:
         return f"One attention layer, {shape['batch'] * shape['heads']} heads of {shape['head_dim']}"
     model = result["model"]
     size = f"{model['layers']} layers, {model['heads']} heads of {model['head_dim']}"
-    return f"{'A token of ' if 'decode' in result['kind'] else ''}{model['name']} ({size}), {model['dtype']}"
+    return f"{'Generating one token: ' if 'decode' in result['kind'] else ''}{model['name']} ({size}), {model['dtype']}"

@@ -114,8 +114,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.annotate(label, (x[len(x) // 2], y[len(x) // 2]), xytext=(4, 4), textcoords="offset points")
     _make_logarithmic(axes, x)
     softmax = next((line for line in panel.lines if line.label == SOFTMAX), None)
-    for number, (length, name) in enumerate(sorted(panel.break_even) if softmax else ()):
-        _mark_crossover(axes, length, softmax, number, line_style(name)["color"])
+    if softmax is not None and panel.break_even:
+        _mark_break_even(axes, softmax, sorted(panel.break_even))
 
 
 def _make_logarithmic(axes: Axes, ticks: Sequence[float]) -> None:
@@ -133,18 +133,33 @@ def _make_logarithmic(axes: Axes, ticks: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter("")
 
 
-def _mark_crossover(axes: Axes, length: int, softmax: Any, number: int, color: str) -> None:
-    """Mark a break-even length with a ring on the softmax line and a label below, at one of four heights."""
-    time = np.exp(np.interp(np.log(length), np.log(softmax.x), np.log(softmax.y)))
-    bottom = axes.get_ylim()
-    label = "break-even with softmax" if number == 0 else None
-    axes.plot(length, time, "o", markersize=9, fillstyle="none", color=color, label=label)
-    axes.plot([length, length], [bottom[0], time], color=color, alpha=0.5, linewidth=0.8)
-    axes.set_ylim(bottom)
-    height = 0.02 + 0.045 * (number % 4)
-    background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    text: dict[str, Any] = {"fontsize": 8, "color": color, "ha": "center", "bbox": background}
-    axes.annotate(f"{length:,}", (length, height), xycoords=("data", "axes fraction"), **text)
+def _mark_break_even(axes: Axes, softmax: Line, marks: Sequence[tuple[int, str]]) -> None:
+    """Mark break-even lengths with rings on the softmax line, and write them in an empty strip below all lines."""
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom * (bottom / top) ** 0.15, top)
+    left, right = np.log(axes.get_xlim())
+    axes.set_xlim(axes.get_xlim())
+    lengths = [length for length, _ in marks]
+    places = _spread((np.log(lengths) - left) / (right - left), width=0.11)
+    times = np.exp(np.interp(np.log(lengths), np.log(softmax.x), np.log(softmax.y)))
+    for number, ((length, name), place, time) in enumerate(zip(marks, places, times, strict=True)):
+        thin: dict[str, Any] = {"color": line_style(name)["color"], "alpha": 0.5, "linewidth": 0.8}
+        label = "break-even with softmax" if number == 0 else None
+        axes.plot(length, time, "o", markersize=9, fillstyle="none", color=thin["color"], label=label)
+        axes.plot([length, length], [bottom, time], **thin)
+        text: dict[str, Any] = {"fontsize": 8, "color": thin["color"], "ha": "center", "textcoords": "axes fraction"}
+        pointer = {"arrowstyle": "-", "shrinkA": 0, "shrinkB": 0, "relpos": (0.5, 1)}
+        axes.annotate(f"{length:,}", (length, bottom), (place, 0.02), arrowprops=pointer | thin, **text)
+
+
+def _spread(places: np.ndarray, width: float) -> np.ndarray:
+    """Move sorted places in [0, 1] apart, until labels of this width do not overlap and stay inside."""
+    width = min(width, 1 / len(places))
+    for _ in range(100):
+        missing = np.maximum(0, width - np.diff(places)) / 2
+        places = places - np.append(missing, 0) + np.append(0, missing)
+        places = np.clip(places, width / 2, 1 - width / 2)
+    return places
 
 
 def title_and_legend(figure: Figure, title: str) -> None:
