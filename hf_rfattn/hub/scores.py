@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Spread = tuple[float, float | None]  # mean and standard deviation over seeds, None for a single seed
+METRIC_NAMES = {
+    "f1": "F1",
+    "matthews_correlation": "Matthews correlation",
+    "ndcg_at_10": "nDCG@10",
+    "spearmanr": "Spearman correlation",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class ScoreTable:
 
     @property
     def metric_name(self) -> str:
-        return self.first.main_metric.replace("_", " ") + (" (%)" if self.metric.scale else "")
+        name = self.first.main_metric
+        return METRIC_NAMES.get(name, name.replace("_", " ")) + (" (%)" if self.metric.scale else "")
 
     @property
     def budget(self) -> str:

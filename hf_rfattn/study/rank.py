@@ -23,7 +23,7 @@ from ..results.report import Table
 from . import Advance, Result, Study, rows_with
 from .pretrained import capture, describe, load, read_text
 
-MEASURES = {"frobenius": "the whole matrix", "own": "what remains"}
+MEASURES = {"frobenius": "the whole matrix", "own": "the rest"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class RankStudy(Study):
             Line(f"without band {band}", range(1, len(values) + 1), values, style={"color": shades(i), "marker": ""})
             for i, (band, values) in enumerate(spectra.items())
         ]
-        panels = [Panel("Singular values", "i", "σᵢ / σ₁ of the whole, median over heads", lines)]
+        panels = [Panel("Singular values", "index i", "σᵢ / σ₁ of the whole matrix, median over heads", lines)]
         for measure, of in MEASURES.items():
             lines = []
             for i, tolerance in enumerate(tolerances):
@@ -101,7 +101,7 @@ class RankStudy(Study):
                 low, median, high = ([row[name] for row in rows] for name in ("low", "median", "high"))
                 style = {"color": shades(i), "marker": "osD^v"[i % 5]}
                 lines.append(Line(f"ε = {tolerance:g}", range(len(rows)), median, (low, high), style=style))
-            panels.append(Panel(f"Rank for ε of {of}", "removed band", "rank", lines, categories=bands))
+            panels.append(Panel(f"Rank for error ε of {of}", "removed band", "rank", lines, categories=bands))
         what = f"Attention of {result['model']['name']} on {result['tokens']} tokens: a band and a low rank"
         return {"rank": draw(what, [panels], 4.3)}
 
