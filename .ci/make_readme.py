@@ -152,7 +152,7 @@ def score_tables(tables: list[ScoreTable], documents: Documents) -> Iterator[Blo
         return {
             "samples/s": number(cells[0]["samples_per_second"], 3) if cells[0] else DASH,
             **dict(zip(("over softmax", "training over softmax"), over, strict=False)),
-            "memory": in_bytes(memory) if memory else DASH,
+            f"{'training ' * (len(cells) > 1)}memory": in_bytes(memory) if memory else DASH,
         }
 
     for table in tables:
@@ -233,7 +233,8 @@ def contexts(documents: Documents, results: str) -> Iterator[Block]:
         yield (
             f"**{about['model']}** in {about['dtype']}, {about['machine']}: perplexity on {about['tokens']:,} tokens "
             f"of {about['data']} by stage, speed and cache. "
-            "In brackets: perplexity over that of softmax before training / trained alike, and speed over softmax."
+            "In brackets: perplexity divided by that of softmax before training / with the same training, and speed "
+            "over softmax."
         )
         yield context_table(cells, "")
         yield f"From {', '.join(f'[{Path(name).stem}]({results}{name})' for name in found)}."

@@ -47,7 +47,7 @@ class FeatureMap(nn.Module):
     landmarks: Any = None  # optional method: the features as groups of log-linear functions, for fused kernels
 
     def forward(self, role: Role, scale: float = 1.0) -> FeatureFunction:
-        """φ of scale · x, for operators."""
+        """Return the function x ↦ φ(scale · x) for operators."""
         tensors = self.tensors(role)
         if self._parameters and not tensors:
             raise NotImplementedError(
@@ -64,7 +64,8 @@ class FeatureMap(nn.Module):
 
     def features(self, x: Tensor, role: str, scale: float, *tensors: Any) -> Features:
         """Compute φ(scale · x) for tokens `[B, H, L, D]`. A pure function of each token that reads `tensors`, not the
-        attributes of the map. φ of queries may lack a positive factor per token if `query_offset` returns its log.
+        attributes of the map. For queries, φ may leave out a positive factor per token; `query_offset` then
+        returns its log.
         """
         raise NotImplementedError
 

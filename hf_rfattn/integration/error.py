@@ -235,8 +235,8 @@ def optimal_maps(module: nn.Module) -> list[PositiveFeatures]:
 def calibrate(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
     """Fit FAVOR++ (`variance="optimal"`) to the queries and keys of a batch, in place, and return the model.
 
-    The measured statistic is saved with the weights. The features are unbiased with or without calibration, which
-    reduces their variance on similar data.
+    The measured statistic is saved with the weights. Calibration adds no bias and reduces the variance on
+    similar data.
     """
     if not optimal_maps(model):
         raise ValueError("Nothing to calibrate: no layer is patched with variance='optimal'.")

@@ -17,7 +17,7 @@ def redraw(model: M) -> M:
     """Redraw all random projections of a model or mechanism, in place, and return it.
 
     The new projections depend only on the seed, the layer and the number of the draw, so they are the same on every
-    rank and device. Trained projections are kept; raises ValueError if the model has no others.
+    rank and device. Trained projections are not redrawn. Raises ValueError if there is nothing to redraw.
     """
     maps = random_maps(model)
     if not maps and any(isinstance(m, LearnedPositiveFeatures) for m in model.modules()):

@@ -99,7 +99,7 @@ def choose_attention(
     encodes `batch_size` of them at a time, truncated to `max_length` tokens.
     `limit`: what `budget` limits. With "error", each layer gets the cheapest candidate with a relative error of at most
     `budget`, or stays softmax. With "cost", all layers together may use `budget` times the multiply-adds of softmax,
-    and the error limit is the smallest one for which that is possible.
+    and every layer gets the smallest error limit that fits into this cost.
     `length`: sequence length for which cost is counted, by default the longest in the batches. `candidates`: names or
     configs to choose from. `layers`, `cross_attention` and `seed`: as in `patch_model`; pass them there too.
 

@@ -104,7 +104,7 @@ class Mechanism(nn.Module):
         key. `scale`: of the scores, 1/sqrt(D) by default. `segments` `[B, L]`: index of the packed sequence that each
         token belongs to; sequences are contiguous and do not attend to each other.
 
-        `state`, from `new_state`: the past of these sequences, for generation. It is updated in place. Calls on
+        `state`: the past of these sequences, for generation, created by `new_state` and updated in place. Calls on
         successive chunks of tokens give the same outputs as one causal call on all of them. Gradients flow to the new
         tokens only.
 

@@ -21,7 +21,9 @@ class FavorConfig(MechanismConfig):
     """Options of "favor+"."""
 
     num_features: int | None = option(None, "Number of random features M. Default: the head size.")
-    projection: Projection = option("orthogonal", "How the rows ω are drawn: independent (iid) or orthogonal.")
+    projection: Projection = option(
+        "orthogonal", "How the rows ω are drawn: iid (independent), orthogonal, or hadamard."
+    )
     hadamard_blocks: int = option(3, "Number of factors H·D in a Hadamard projection.")
     kernel: Literal["softmax", "relu"] = option("softmax", "relu is the generalised attention of the Performer paper.")
     antithetic: bool = option(False, "Draw ω in pairs of opposite sign.")
@@ -30,7 +32,7 @@ class FavorConfig(MechanismConfig):
     )
     redraw_interval: int | None = option(None, "Redraw ω after this many optimizer steps. Default: never.")
     trainable: bool = option(
-        False, "Train ω (separately for queries and keys) and a temperature. Excludes redraw_interval."
+        False, "Train ω (separately for queries and keys) and a temperature. Cannot be combined with redraw_interval."
     )
 
     def __post_init__(self) -> None:
