@@ -19,6 +19,7 @@ STYLES = {  # colour-blind safe palette of Okabe and Ito
     "rff": ("#E69F00", "s"),
     "linear": ("#CC79A7", "D"),
     "hedgehog": ("#009E73", "^"),
+    "exact_heads": ("#882255", "p"),
     "fmm": ("#D55E00", "P"),
     "band": ("#56B4E9", "v"),
     "multipole": ("#332288", "d"),
